@@ -18,15 +18,15 @@ smoke: setup ## start the cluster, send real requests through it, stop; exit cod
 	@$(py)baton up --smoke $(ARGS)
 test: setup ## every test that needs no GPU, except the slow ones
 	cargo test --locked --workspace --quiet
-	$(py)pytest -n auto --maxprocesses 4 --dist loadgroup -m "not slow and not gpu and not kube" $(ARGS)
+	$(py)pytest -n auto --maxprocesses 4 --dist loadfile -m "not slow and not gpu and not kube" $(ARGS)
 test-all: export BATON_TEST_EFFORT = all
 test-all: setup ## the slow ones too, and all examples of property tests
 	@tests/clients/setup.sh
 	cargo test --locked --workspace --quiet
-	$(py)pytest -n auto --maxprocesses 4 --dist loadgroup -m "not gpu and not kube" $(ARGS)
+	$(py)pytest -n auto --maxprocesses 4 --dist loadfile -m "not gpu and not kube" $(ARGS)
 	@deploy/tests/kube/run.sh
 test-deploy: setup ## manifests, rules and dashboards: schemas, references, flags, ports, promtool; no cluster (part of test)
-	$(py)pytest -n auto --maxprocesses 4 --dist loadgroup -m "not slow and not kube" deploy/tests $(ARGS)
+	$(py)pytest -n auto --maxprocesses 4 --dist loadfile -m "not slow and not kube" deploy/tests $(ARGS)
 test-kube: setup ## the manifests on a Kubernetes built from Go modules, with real router and engines (part of test-all)
 	@deploy/tests/kube/run.sh $(ARGS)
 bench: export NATIVE_PROFILE = dist

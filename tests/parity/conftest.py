@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +20,41 @@ from tests.support.models.checkpoints import (
 STEPS = 64
 
 
-@dataclass
 class Reference:
-    """A checkpoint and what transformers makes of it."""
+    """A checkpoint and what transformers makes of it, each part computed when a test first asks."""
 
-    path: Path
-    model: Any
-    prompts: list[list[int]]
-    logits: list[torch.Tensor]
-    """Per prompt, [len, vocab]."""
-    greedy: list[list[int]]
-    """Per prompt, STEPS tokens."""
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        generator = torch.Generator().manual_seed(1)
+        self.prompts: list[list[int]] = [
+            torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in (33, 1, 50)
+        ]
+        self._answers: dict[tuple[int, ...], list[int]] = {}
+        """By prompt, the longest one that a test has asked for."""
+
+    @cached_property
+    def model(self) -> Any:
+        return reference_model(self.path)
+
+    @cached_property
+    def logits(self) -> list[torch.Tensor]:
+        """Per prompt, [len, vocab]."""
+        # Made outside: tensors of a model that is loaded in inference mode could not be changed later.
+        model = self.model
+        with torch.inference_mode():
+            return [model(torch.tensor([prompt])).logits[0] for prompt in self.prompts]
+
+    @property
+    def greedy(self) -> list[list[int]]:
+        """Per prompt, STEPS tokens."""
+        return self.answers(self.prompts, STEPS)
+
+    def answers(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
+        """Greedy tokens behind each prompt: the beginning of those that a longer answer had."""
+        for prompt in prompts:
+            if len(self._answers.get(tuple(prompt), ())) < tokens:
+                self._answers[tuple(prompt)] = reference_greedy(self.model, list(prompt), tokens)
+        return [self._answers[tuple(prompt)][:tokens] for prompt in prompts]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -46,17 +69,6 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refer
 
     @cache
     def make(variant: str) -> Reference:
-        model = reference_model(make_checkpoint(variant, root / variant))
-        generator = torch.Generator().manual_seed(1)
-        prompts = [torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in (33, 1, 50)]
-        with torch.inference_mode():
-            logits = [model(torch.tensor([p])).logits[0] for p in prompts]
-        return Reference(
-            root / variant,
-            model,
-            prompts,
-            logits,
-            [reference_greedy(model, p, STEPS) for p in prompts],
-        )
+        return Reference(make_checkpoint(variant, root / variant))
 
     return make

@@ -33,7 +33,6 @@ from tests.parity.test_engine import prompts_of
 from tests.support.devices.fake_nccl import FakeNccl
 from tests.support.devices.stand_in import StandIn
 from tests.support.engines.engine_run import greedy
-from tests.support.models.checkpoints import reference_greedy
 from tests.support.processes.cluster import eventually
 
 pair_module = pytest.importorskip(
@@ -100,7 +99,7 @@ def work(
     reference: Reference, lengths: list[int] = LENGTHS
 ) -> tuple[list[list[int]], list[list[int]]]:
     prompts = prompts_of(random.Random(5), lengths)
-    return prompts, [reference_greedy(reference.model, p, STEPS) for p in prompts]
+    return prompts, reference.answers(prompts, STEPS)
 
 
 @pytest.mark.parametrize("via", ["cuda_ipc", "gloo", "tcp"])

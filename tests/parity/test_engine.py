@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from baton.sched import recording
 from baton.sched.types.request import SamplingParams
 from tests.parity.conftest import Reference
 from tests.support.engines.engine_run import answer, greedy, make_engine
-from tests.support.models.checkpoints import VOCAB, reference_greedy
+from tests.support.models.checkpoints import VOCAB
 
 STEPS = 24
 
@@ -21,27 +22,41 @@ def prompts_of(rng: random.Random, lengths: list[int]) -> list[list[int]]:
     return [shared[: n // 2] + [rng.randrange(VOCAB) for _ in range(n - n // 2)] for n in lengths]
 
 
-@pytest.mark.parametrize("backend", ["torch", "cpu"])
-@pytest.mark.parametrize(
-    "flags",
-    [
-        {},
-        {"page_size": 1, "chunked_prefill_size": 7},
-        {"page_size": 16, "chunked_prefill_size": 16},
-        {"disable_overlap_schedule": True},
-        {"disable_radix_cache": True, "chunked_prefill_size": 8},
-        {"prefill_first": True, "schedule_policy": "lpm"},
-        {"max_running_requests": 2, "chunked_prefill_size": 12},
-        {"max_total_tokens": 120, "schedule_conservativeness": 0.05},
-    ],
-    ids=str,
-)
+SMALL_POOL = {"max_total_tokens": 120, "schedule_conservativeness": 0.05}
+FLAGS: list[dict[str, object]] = [
+    {},
+    {"page_size": 1, "chunked_prefill_size": 7},
+    {"page_size": 16, "chunked_prefill_size": 16},
+    {"disable_overlap_schedule": True},
+    {"disable_radix_cache": True, "chunked_prefill_size": 8},
+    {"prefill_first": True, "schedule_policy": "lpm"},
+    {"max_running_requests": 2, "chunked_prefill_size": 12},
+    SMALL_POOL,
+]
+
+
+def with_backends(flags: list[dict[str, object]], *often: int) -> list[Any]:
+    """Each setting with both backends. With `torch`, those at other places than `often` are slow
+    tests, because no backend reads what they change: it gets batches and pages."""
+    return [
+        pytest.param(
+            backend,
+            each,
+            id=f"{backend}-{each}",
+            marks=pytest.mark.slow if backend == "torch" and at not in often else [],
+        )
+        for at, each in enumerate(flags)
+        for backend in ("torch", "cpu")
+    ]
+
+
+@pytest.mark.parametrize(("backend", "flags"), with_backends(FLAGS, 0, 1, 7))
 def test_engine_equals_transformers(
     reference: Callable[[str], Reference], backend: str, flags: dict[str, object]
 ) -> None:
     ref = reference("llama")
     prompts = prompts_of(random.Random(3), [1, 3, 4, 5, 15, 16, 17, 33, 64, 70])
-    want = [reference_greedy(ref.model, p, STEPS) for p in prompts]
+    want = ref.answers(prompts, STEPS)
     engine = make_engine(ref.path, attention_backend=backend, **flags)
     assert answer(engine, prompts, greedy(STEPS)) == want
     assert answer(engine, prompts[::-1], greedy(STEPS), stagger=2) == want[::-1], (
@@ -55,18 +70,16 @@ def test_engine_equals_transformers(
     engine.close()
 
 
-@pytest.mark.parametrize("backend", ["torch", "cpu"])
+GROUPED_FLAGS: list[dict[str, object]] = [
+    {"page_size": 4, "chunked_prefill_size": 8},
+    {"page_size": 1, "chunked_prefill_size": 7},
+    {"disable_radix_cache": True, "chunked_prefill_size": 16},
+    {**SMALL_POOL, "page_size": 4},
+]
+
+
 @pytest.mark.parametrize("variant", ["qwen2-window", "gemma3", "gpt-oss", "llama4"])
-@pytest.mark.parametrize(
-    "flags",
-    [
-        {"page_size": 4, "chunked_prefill_size": 8},
-        {"page_size": 1, "chunked_prefill_size": 7},
-        {"disable_radix_cache": True, "chunked_prefill_size": 16},
-        {"max_total_tokens": 120, "schedule_conservativeness": 0.05, "page_size": 4},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("backend", "flags"), with_backends(GROUPED_FLAGS, 0))
 def test_engine_with_several_page_groups_equals_transformers(
     reference: Callable[[str], Reference], backend: str, variant: str, flags: dict[str, object]
 ) -> None:
@@ -78,7 +91,7 @@ def test_engine_with_several_page_groups_equals_transformers(
     prompts = prompts_of(random.Random(3), lengths)
     # Of the last prompt's beginning, which leaves its own window behind.
     prompts.append(prompts[-1][:40] + prompts[0] * 5)
-    want = [reference_greedy(ref.model, p, STEPS) for p in prompts]
+    want = ref.answers(prompts, STEPS)
     assert answer(engine, prompts, greedy(STEPS)) == want
     assert answer(engine, prompts[::-1], greedy(STEPS), stagger=2) == want[::-1]
     hits = engine.sched.hit_tokens["device"]

@@ -41,7 +41,9 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("chunk", [1, 7, 16, 1000])
+@pytest.mark.parametrize(
+    "chunk", [7, 1000, *(pytest.param(chunk, marks=pytest.mark.slow) for chunk in (1, 16))]
+)
 def test_prompt_logits_equal_transformers(reference, variant, backend, chunk):
     ref = reference(variant)
     loop = ModelLoop(load_model(ref.path), backend, page_size=4)
@@ -52,7 +54,9 @@ def test_prompt_logits_equal_transformers(reference, variant, backend, chunk):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize(("page_size", "chunk"), [(1, 5), (4, 1000), (16, 16)])
+@pytest.mark.parametrize(
+    ("page_size", "chunk"), [(1, 5), (16, 16), pytest.param(4, 1000, marks=pytest.mark.slow)]
+)
 def test_greedy_tokens_equal_transformers(reference, variant, backend, page_size, chunk):
     ref = reference(variant)
     loop = ModelLoop(load_model(ref.path), backend, page_size)

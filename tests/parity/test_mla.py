@@ -14,7 +14,7 @@ from tests.parity.conftest import Reference
 from tests.parity.test_engine import prompts_of
 from tests.parity.test_preempted_tokens import storm
 from tests.support.engines.engine_run import answer, greedy, make_engine
-from tests.support.models.checkpoints import make_checkpoint, reference_greedy
+from tests.support.models.checkpoints import make_checkpoint
 from tests.support.models.model_loop import ModelLoop
 from tests.support.models.whole_model import load_model
 
@@ -46,7 +46,7 @@ def test_suspended_and_resumed_the_tokens_are_transformers(
 ) -> None:
     ref = reference("deepseek-v3")
     prompts = prompts_of(random.Random(3), LENGTHS)
-    want = [reference_greedy(ref.model, p, STEPS) for p in prompts]
+    want = ref.answers(prompts, STEPS)
     engine = make_engine(ref.path, page_size=page_size, chunked_prefill_size=64)
     disturb = storm(engine, random.Random(page_size))
     assert answer(engine, prompts, greedy(STEPS), disturb=disturb) == want
@@ -62,7 +62,7 @@ def test_retracted_and_through_the_host_pool_the_tokens_are_transformers(
 ) -> None:
     ref = reference("deepseek-v2-lite")
     prompts = prompts_of(random.Random(3), LENGTHS)
-    want = [reference_greedy(ref.model, p, STEPS) for p in prompts]
+    want = ref.answers(prompts, STEPS)
     engine = make_engine(
         ref.path, page_size=16, chunked_prefill_size=64, max_total_tokens=192, host_kv_gib=0.001,
         preemption_mode="offload", schedule_conservativeness=0.05,
@@ -81,7 +81,7 @@ def test_suspended_on_either_node_of_a_pair_the_tokens_are_transformers(
 ) -> None:
     ref = reference("deepseek-v3")
     prompts = prompts_of(random.Random(4), LENGTHS)
-    want = [reference_greedy(ref.model, p, STEPS) for p in prompts]
+    want = ref.answers(prompts, STEPS)
     rng = random.Random(page_size)
     chunk = max(16, page_size)
     pair = pair_module.Pair(ref.path, transport, page_size=page_size, chunked_prefill_size=chunk)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 
@@ -13,7 +14,6 @@ from baton.sched.types.request import SamplingParams
 from tests.parity.conftest import Reference
 from tests.parity.test_engine import prompts_of
 from tests.support.engines.engine_run import answer, greedy, make_engine
-from tests.support.models.checkpoints import reference_greedy
 
 STEPS = 20
 LENGTHS = [1, 4, 15, 16, 17, 33, 64, 70]
@@ -47,7 +47,7 @@ def test_suspended_at_random_steps_the_tokens_are_transformers(
     engine = make_engine(
         ref.path, page_size=page_size, chunked_prefill_size=64, disable_overlap_schedule=not overlap
     )  # fmt: skip
-    want = [reference_greedy(ref.model, p, STEPS) for p in prompts]
+    want = ref.answers(prompts, STEPS)
     assert (
         answer(engine, prompts, greedy(STEPS), disturb=storm(engine, random.Random(page_size)))
         == want
@@ -59,15 +59,25 @@ def test_suspended_at_random_steps_the_tokens_are_transformers(
     engine.close()
 
 
-@pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize("mode", ["offload", "auto", "cache", "recompute"])
+MODES = ["offload", "auto", "cache", "recompute"]
+QUICK = {(16, mode) for mode in MODES} | {(1, "offload"), (64, "recompute")}
+"""Page sizes with modes of preemption that the fast suite tries: each of both."""
+
+
+@pytest.mark.parametrize(
+    ("page_size", "mode"),
+    [
+        pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow)
+        for case in itertools.product([1, 16, 64], MODES)
+    ],
+)
 def test_through_the_host_pool_and_back_the_tokens_are_transformers(
     reference: Callable[[str], Reference], page_size: int, mode: str
 ) -> None:
     """A device pool too small for all: pages are evicted to the host, sequences retracted, and suspended on top."""
     ref = reference("llama")
     prompts = prompts_of(random.Random(3), LENGTHS)
-    want = [reference_greedy(ref.model, p, STEPS) for p in prompts]
+    want = ref.answers(prompts, STEPS)
     engine = make_engine(
         ref.path, page_size=page_size, chunked_prefill_size=64, max_total_tokens=192, host_kv_gib=0.002,
         preemption_mode=mode, schedule_conservativeness=0.05,
@@ -110,7 +120,7 @@ def test_suspended_on_either_node_of_a_pair_the_tokens_are_transformers(
 
     try:
         for _ in range(2):
-            want = [reference_greedy(ref.model, p, STEPS) for p in prompts]
+            want = ref.answers(prompts, STEPS)
             assert pair.answer(prompts, greedy(STEPS), disturb) == want
         assert pair.p.engine.sched.report.counters()["suspensions_total"] > 0
         assert pair.d.engine.sched.report.counters()["suspensions_total"] > 0

@@ -26,19 +26,29 @@ Pair = pair_module.Pair
 DEMO = Path(baton.models.__file__).parent / "demo"
 STEPS = 16
 TRANSPORTS = ["shm", "tcp", "gloo"]
+KINDS_OF_PAGES = {"llama", "gemma3", "deepseek-v3"}
+"""Heads in one page group, heads in two, and latents: over each transport also in the fast suite."""
 LENGTHS = [1, 2, 3, 4, 5, 7, 8, 9, 63, 64, 65, 70, 130]
 """Page boundaries (4) and chunk boundaries (64), one less and one more, and several chunks."""
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("variant", sorted(VARIANTS))
+@pytest.mark.parametrize(
+    ("variant", "transport"),
+    [
+        (variant, transport)
+        if transport == "shm" or variant in KINDS_OF_PAGES
+        else pytest.param(variant, transport, marks=pytest.mark.slow)
+        for variant in sorted(VARIANTS)
+        for transport in TRANSPORTS
+    ],
+)
 def test_pair_equals_transformers(
     reference: Callable[[str], Reference], variant: str, transport: str
 ) -> None:
     ref = reference(variant)
     lengths = LENGTHS if variant == "llama" else [1, 4, 9, 64, 70]
     prompts = prompts_of(random.Random(5), lengths)
-    want = [reference_greedy(ref.model, p, STEPS) for p in prompts]
+    want = ref.answers(prompts, STEPS)
     pair = Pair(ref.path, transport)
     try:
         assert pair.answer(prompts, greedy(STEPS)) == want
@@ -82,7 +92,7 @@ def test_pair_equals_one_process_under_every_engine_setting(
     """Gemma 3 and gpt-oss have two page groups: P leaves pages behind while D pulls."""
     ref = reference(variant)
     prompts = prompts_of(random.Random(6), [1, 15, 16, 17, 33, 65, 40, 41])
-    want = [reference_greedy(ref.model, p, STEPS) for p in prompts]
+    want = ref.answers(prompts, STEPS)
     pair = Pair(ref.path, "shm", **flags)
     try:
         assert pair.answer(prompts, greedy(STEPS)) == want
@@ -121,7 +131,9 @@ def test_sampling_and_logprobs_are_transferred_unchanged(
         engine.close()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    "transport", ["shm", *(pytest.param(name, marks=pytest.mark.slow) for name in TRANSPORTS[1:])]
+)
 def test_demo_model_answers_alike_in_transformers_in_one_process_and_in_a_pair(
     transport: str,
 ) -> None:
@@ -149,7 +161,7 @@ def test_two_pools_that_hold_one_prompt_each_serve_many(
     """P computes the shortest first, D sets pages aside for the oldest: pages must be taken back, and no room fails."""
     ref = reference("llama")
     prompts = prompts_of(random.Random(9), [24, 23, 22, 21, 20, 19, 18, 17])
-    want = [reference_greedy(ref.model, p, 4) for p in prompts]
+    want = ref.answers(prompts, 4)
     flags = {"num_reserved_decode_tokens": 0, "disable_overlap_schedule": not overlap}
     pair = Pair(ref.path, "shm", max_total_tokens=36, **flags)
     try:

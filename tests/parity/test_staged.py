@@ -23,7 +23,6 @@ from baton.disagg.events import RoomFailed
 from tests.parity.conftest import Reference
 from tests.parity.test_engine import prompts_of
 from tests.support.engines.engine_run import greedy
-from tests.support.models.checkpoints import reference_greedy
 
 pair_module = pytest.importorskip(
     "tests.support.engines.pair", reason="needs the native module: make setup", exc_type=ImportError
@@ -88,7 +87,7 @@ def comm_threads() -> int:
 
 def check(pair: Any, reference: Reference) -> None:
     prompts = prompts_of(random.Random(11), [3, 17, 70])
-    want = [reference_greedy(reference.model, p, STEPS) for p in prompts]
+    want = reference.answers(prompts, STEPS)
     assert pair.answer(prompts, greedy(STEPS)) == want
     assert counters(pair.d)['kv_pull_bytes_total{transport="tcp"}'] > 0
     assert counters(pair.d)["kv_transport_fallbacks_total"] == 1

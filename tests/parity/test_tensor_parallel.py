@@ -18,7 +18,7 @@ from tests.support.engines.engine_run import answer, greedy, make_engine
 from tests.support.engines.executor_ranks import ExecutorProcesses
 from tests.support.engines.scripted_drafter import ScriptedDrafter, speculate
 from tests.support.models import tiny_model
-from tests.support.models.checkpoints import VOCAB, reference_greedy
+from tests.support.models.checkpoints import VOCAB
 from tests.support.probes import RunnerProbe
 
 pytestmark = pytest.mark.timeout(
@@ -111,26 +111,34 @@ def test_tokens_and_logits_equal_transformers(
     ref = reference(variant)
     seen = Logits()
     prompt = ref.prompts[2]
+    answers = ref.greedy
     with executors.engine(ref.path, size, touch=seen.watch) as engine:
-        assert answer(engine, ref.prompts, greedy(64)) == ref.greedy
+        assert answer(engine, ref.prompts, greedy(64)) == answers
         seen.steps.clear()
-        assert answer(engine, [prompt], greedy(STEPS)) == [ref.greedy[2][:STEPS]]
+        assert answer(engine, [prompt], greedy(STEPS)) == [answers[2][:STEPS]]
     assert executors.endings == ["stopped"] * (size - 1)
-    known = prompt + ref.greedy[2][:STEPS]
+    known = prompt + answers[2][:STEPS]
     with torch.inference_mode():
         want = ref.model(torch.tensor([known])).logits[0, len(prompt) - 1 : -1]
     torch.testing.assert_close(torch.cat(seen.steps)[:STEPS], want, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
-    ("variant", "size"), [("qwen3-moe-mixed", 2), ("glm4-moe", 4), ("gpt-oss", 2), ("llama4", 2)]
+    ("variant", "size"),
+    [
+        ("qwen3-moe-mixed", 2),
+        ("llama4", 2),
+        pytest.param("glm4-moe", 4, marks=pytest.mark.slow),
+        pytest.param("gpt-oss", 2, marks=pytest.mark.slow),
+    ],
 )
 def test_whole_experts_on_ranks_give_the_same_tokens(
     reference: Callable[[str], Reference], executors: ExecutorProcesses, variant: str, size: int
 ) -> None:
     ref = reference(variant)
+    answers = ref.greedy
     with executors.engine(ref.path, size, ep_size=size) as engine:
-        assert answer(engine, ref.prompts, greedy(64)) == ref.greedy
+        assert answer(engine, ref.prompts, greedy(64)) == answers
     assert executors.endings == ["stopped"] * (size - 1)
 
 
@@ -139,7 +147,8 @@ def test_whole_experts_on_ranks_give_the_same_tokens(
     [
         (2, {"page_size": 1, "chunked_prefill_size": 7}),
         (2, {"disable_overlap_schedule": True, "attention_backend": "torch"}),
-        (2, {"max_total_tokens": 120, "schedule_conservativeness": 0.05}),
+        # The same pool with a host tier is below.
+        pytest.param(2, SMALL_POOL, marks=pytest.mark.slow),
         (
             2,
             {
@@ -149,7 +158,9 @@ def test_whole_experts_on_ranks_give_the_same_tokens(
                 "chunked_prefill_size": 8,
             },
         ),
-        (4, {"chunked_prefill_size": 12, "max_running_requests": 2}),
+        pytest.param(
+            4, {"chunked_prefill_size": 12, "max_running_requests": 2}, marks=pytest.mark.slow
+        ),
     ],
     ids=str,
 )
@@ -161,7 +172,7 @@ def test_chunks_hits_overlap_retraction_and_host_pages_change_nothing(
     flags: dict[str, object],
 ) -> None:
     ref = reference("llama")
-    want = [reference_greedy(ref.model, p, STEPS) for p in prompts]
+    want = ref.answers(prompts, STEPS)
     with executors.engine(ref.path, size, **flags) as engine:
         assert answer(engine, prompts, greedy(STEPS)) == want
         assert answer(engine, prompts[::-1], greedy(STEPS), stagger=2) == want[::-1], (
@@ -177,7 +188,7 @@ def test_chunks_hits_overlap_retraction_and_host_pages_change_nothing(
         engine.sched.ledger().check_idle(engine.sched.limits.num_pages)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_bfloat16_is_as_close_as_in_one_process(
     reference: Callable[[str], Reference], executors: ExecutorProcesses, size: int
 ) -> None:
@@ -222,7 +233,7 @@ def test_sampled_tokens_are_those_of_one_process(
         assert answer(engine, prompts, params, stagger=1) == want
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_random_weights_are_the_same_model_however_divided(
     executors: ExecutorProcesses, tmp_path: Path, size: int
 ) -> None:

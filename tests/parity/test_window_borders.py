@@ -13,7 +13,7 @@ from tests.parity.conftest import Reference
 from tests.parity.test_engine import prompts_of
 from tests.parity.test_preempted_tokens import storm
 from tests.support.engines.engine_run import answer, greedy, make_engine
-from tests.support.models.checkpoints import VARIANTS, reference_greedy
+from tests.support.models.checkpoints import VARIANTS
 
 pair_module = pytest.importorskip(
     "tests.support.engines.pair", reason="needs the native module: make setup", exc_type=ImportError
@@ -42,7 +42,7 @@ def cases(
         width = VARIANTS[variant][1][(BORDERS | WIDE)[variant]]
         lengths = [width - 1, width, width + 1, 2 * width - 1, 2 * width, 2 * width + 1, 50]
         prompts = prompts_of(random.Random(4), lengths)
-        return ref, prompts, [reference_greedy(ref.model, prompt, STEPS) for prompt in prompts]
+        return ref, prompts, ref.answers(prompts, STEPS)
 
     return make
 

@@ -18,7 +18,7 @@ from tests.structure.rust_modules import (
     orders,
     uses_of_crate,
 )
-from tests.structure.sources import CRATES, functions, text
+from tests.structure.sources import CRATES, files, functions, text
 
 
 def cycle_of(graph: dict[str, set[str]]) -> list[str]:
@@ -119,6 +119,36 @@ def test_crates_depend_on_those_below_them(crate: str) -> None:
 def test_deciding_crates_depend_on_no_library_of_input_and_output(crate: str) -> None:
     assert dependencies("router") >= {"axum", "hyper", "tokio"}
     assert dependencies(crate) & INPUT_AND_OUTPUT == set()
+
+
+def tags_of_code_blocks(source: str) -> list[str]:
+    """Tag of each fenced block in the doc comments of a Rust file."""
+    tags = []
+    fence = ""
+    for line in source.splitlines():
+        comment = re.match(r"\s*//[/!]\s*(`{3,})?(.*)", line)
+        if comment is None:
+            fence = ""
+        elif comment[1] and not fence:
+            fence = comment[1]
+            tags.append(comment[2])
+        elif comment[1] == fence and not comment[2]:
+            fence = ""
+    return tags
+
+
+def test_tags_of_code_blocks_are_found() -> None:
+    source = "//! ```text\n//! a\n//! ```\nfn f() {}\n    /// ```\n    /// b();\n    /// ```\n"
+    assert tags_of_code_blocks(source) == ["text", ""]
+    assert tags_of_code_blocks("/// ````text\n/// ```\n/// ````\n/// ```rust\n") == ["text", "rust"]
+
+
+@pytest.mark.parametrize("crate", CRATES_BELOW)
+def test_doc_comments_have_no_code_that_documentation_tests_would_run(crate: str) -> None:
+    """Because there is none, `cargo test` has no rustdoc read all crates to find that out."""
+    assert "\ndoctest = false\n" in text(f"{crate}/Cargo.toml")
+    tags = {path: tags_of_code_blocks(text(path)) for path in files(f"{crate}/src", ".rs")}
+    assert {path: found for path, found in tags.items() if set(found) - {"text", "json"}} == {}
 
 
 def test_functions_are_measured() -> None:

@@ -243,8 +243,10 @@ def choose_transport(prefill: EngineView, decode: EngineView) -> TransportChoice
     """
     if not prefill.diagnosis or not decode.diagnosis:
         return None
+    # A simulated device has its pages in host memory.
     tables = [
-        ON_DEVICE if e.info.get("device", "cpu") != "cpu" else TRANSPORTS for e in (prefill, decode)
+        ON_DEVICE if str(e.info.get("device")).startswith("cuda") else TRANSPORTS
+        for e in (prefill, decode)
     ]
     backends = [
         str(e.info.get("disaggregation_transfer_backend", "auto")) for e in (prefill, decode)

@@ -43,7 +43,9 @@ def body(**more: Any) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module", params=["shm", "tcp", "one node"])
+@pytest.fixture(
+    scope="module", params=["shm", pytest.param("tcp", marks=pytest.mark.slow), "one node"]
+)
 def cluster(request: pytest.FixtureRequest) -> Cluster:
     fixtures = {"shm": "pair", "tcp": "tcp_pair", "one node": "solo"}
     found: Cluster = request.getfixturevalue(fixtures[request.param])

@@ -132,7 +132,9 @@ def test_stream_is_the_whole_answer(pair: Cluster) -> None:
     assert "".join(delta.content or "" for delta in deltas) == whole["content"]
 
 
-@pytest.mark.parametrize("form", ["schema", "schema and limit"])
+@pytest.mark.parametrize(
+    "form", [pytest.param("schema", marks=pytest.mark.slow), "schema and limit"]
+)
 def test_answer_is_resumed_at_every_event(pair: Cluster, form: str) -> None:
     """Within the reasoning, in its forced end, and within the JSON."""
     more = {**FORMS[form], "stream_options": {"include_usage": True}, "seed": 7, "rid": "thinker"}

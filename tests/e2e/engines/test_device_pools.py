@@ -50,7 +50,7 @@ def test_two_processes_over_cuda_ipc_equal_one(cluster: Cluster, solo: Cluster) 
     cluster.assert_nothing_is_held()
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("role", ["decode", pytest.param("prefill", marks=pytest.mark.slow)])
 def test_killed_process_is_survived(cluster: Cluster, role: str) -> None:
     """The dead process's memory holds rubbish from then on, where it is still open; no token comes from that."""
     killed_node_is_survived(cluster, role, prompt_words=600, max_tokens=8)

@@ -1,4 +1,7 @@
-"""KV events of a real engine, read as vLLM's clients do: PUB/SUB, replay of a gap, snapshot, restart."""
+"""KV events of an engine, read as vLLM's clients do: PUB/SUB, replay of a gap, snapshot, restart.
+
+The engine simulates its device: events tell what the scheduler caches, and no tensor of it.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ import zmq
 from tests.support.processes.cluster import Cluster, eventually
 
 PAGE = 16
+DEVICE = "reference,speed=100"
 CONFIG = {
     "enable_kv_cache_events": True,
     "endpoint": "tcp://127.0.0.1:*",
@@ -145,8 +149,8 @@ class Subscriber:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     with Cluster.up(
-        "--workers", "1", "--max-total-tokens", "1024", "--page-size", str(PAGE),
-        "--kv-events-config", json.dumps(CONFIG),
+        "--workers", "1", "--simulate", DEVICE, "--max-total-tokens", "1024",
+        "--page-size", str(PAGE), "--kv-events-config", json.dumps(CONFIG),
     ) as running:  # fmt: skip
         yield running
 

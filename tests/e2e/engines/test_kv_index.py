@@ -1,4 +1,7 @@
-"""The router's index of what engines announce: what it expects in their caches is what they then count as cached."""
+"""The router's index of what engines announce: what it expects in their caches is what they then count as cached.
+
+The engines simulate their devices: their schedulers cache, announce and count.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,8 @@ def prompt(number: int, pages: int = 5) -> list[int]:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     with Cluster.up(
-        "--workers", "2", "--max-total-tokens", "768", "--page-size", str(PAGE), "--kv-events-config", EVENTS,
+        "--workers", "2", "--simulate", "reference,speed=100", "--max-total-tokens", "768",
+        "--page-size", str(PAGE), "--kv-events-config", EVENTS,
         "--router-args", f"--kv-events on --block-size {PAGE}",
     ) as running:  # fmt: skip
         eventually("both caches are known", lambda: states(running.url) == ["exact", "exact"])

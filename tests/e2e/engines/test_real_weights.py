@@ -22,7 +22,6 @@ WAIT_SECS = 1800.0
 transformers' answer to a long prompt."""
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.xdist_group("real_weights"),
     pytest.mark.timeout(2 * WAIT_SECS),
 ]
 

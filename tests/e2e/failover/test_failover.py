@@ -14,9 +14,9 @@ from tests.support.processes.cluster import Cluster, eventually, metric
 
 pytestmark = pytest.mark.timeout(240)
 AT_ONCE = 20
-SLOW = {"greedy", "chat", "generate", "responses", "messages"}
+SLOW = {"greedy", "chat", "generate", "responses", "messages", "drawn"}
 """Forms that tests of the router cut at every event, with workers made for them: `failover.rs` and
-`dialect_failover.rs`."""
+`dialect_failover.rs`. Drawn streams are among those that are resumed at once."""
 MAX_TRIES = 10
 
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "max_tokens": 300}

@@ -120,8 +120,12 @@ def resumed(cluster: Cluster) -> float:
     return sum(s.value for s in metrics(cluster.url) if s.name == "baton_router_failovers_total")
 
 
+@pytest.mark.slow
 def test_killed_decode_node(cluster: Cluster) -> None:
-    """Streams of a killed node wait for it to come back and are resumed."""
+    """Streams of a killed node wait for it to come back and are resumed.
+
+    In the fast suite one stream does: the last test of test_failover.py.
+    """
     before = resumed(cluster)
     streams = killed_node_is_survived(cluster, "decode", prompt_words=20, max_tokens=400)
     assert not any(seen.errors for seen in streams)
@@ -144,8 +148,12 @@ def test_killed_prefill_node(cluster: Cluster) -> None:
     assert was_in_flight, "nothing was in flight when the node was killed"
 
 
+@pytest.mark.slow
 def test_killed_prefill_node_over_gloo(gloo_pair: Cluster) -> None:
-    """The dead node's sends are posted, and only D is left to abort them."""
+    """The dead node's sends are posted, and only D is left to abort them.
+
+    In the fast suite transfer nodes of one process lose each other: tests/parity/test_staged.py.
+    """
     killed_node_is_survived(gloo_pair, "prefill", prompt_words=600, max_tokens=8)
     decode = gloo_pair.node("decode")["url"]
     eventually(

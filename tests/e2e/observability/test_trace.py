@@ -155,7 +155,13 @@ def test_dead_collector_costs_spans_and_no_request() -> None:
         taken.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
         with Cluster.up(
-            "--workers", "1", "--enable-trace", "--otlp-traces-endpoint", endpoint
+            "--workers",
+            "1",
+            "--simulate",
+            "reference",
+            "--enable-trace",
+            "--otlp-traces-endpoint",
+            endpoint,
         ) as cluster:
             url = cluster.node("worker")["url"]
             for i in range(5):

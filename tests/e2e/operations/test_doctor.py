@@ -1,11 +1,13 @@
 """`baton doctor --fleet` and `baton top` on a real router, P and D: a healthy fleet passes, each fault is named.
 
-Engines whose ranks do not matter for a fault are real fronts with the ranks of tests/support/processes/fake_rank.py.
+The engines simulate their devices. Those whose ranks do not matter for a fault are real fronts with the ranks of
+tests/support/processes/fake_rank.py.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import socket
@@ -22,6 +24,7 @@ import httpx
 import pytest
 
 from baton.server.worker.transfer_setup import source_address
+from baton_ops.doctor.main import main
 from tests.support.processes.cluster import eventually, family
 from tests.support.processes.front import REPO, fake_engine, model
 from tests.support.processes.http_server import QuietHandler, serve_requests, url_of
@@ -30,7 +33,7 @@ from tests.support.processes.router import Router
 CLUSTER_KEY, API_KEY = "doctor-cluster-key", "doctor-api-key"
 KEYS = {"BATON_CLUSTER_KEY": CLUSTER_KEY, "BATON_API_KEY": API_KEY}
 AUTH = {"authorization": f"Bearer {API_KEY}"}
-SMALL = ("--cpu-threads", "1", "--kv-pool-mib", "16")
+SIMULATED = ("--simulate", "reference")
 ODD_SITE = REPO / "tests" / "support" / "processes" / "odd_site"
 FINDS_SECS = 90.0
 
@@ -44,7 +47,7 @@ class Engine:
 
 @contextlib.contextmanager
 def engine(mode: str, *flags: str) -> Iterator[Engine]:
-    """A real engine with the demo model, ready."""
+    """An engine that is ready."""
     command = [
         sys.executable,
         "-m",
@@ -54,7 +57,7 @@ def engine(mode: str, *flags: str) -> Iterator[Engine]:
         "0",
         "--disaggregation-mode",
         mode,
-        *SMALL,
+        *SIMULATED,
     ]
     if mode == "prefill":
         command += ["--disaggregation-bootstrap-port", "0"]
@@ -93,30 +96,22 @@ def workers(*prefill: Engine, decode: tuple[str, ...] = ()) -> list[str]:
 
 
 def examine(*routers: str) -> tuple[int, list[dict[str, str]]]:
-    """Exit code and checks of the command."""
-    command = [
-        sys.executable,
-        "-m",
-        "baton_ops.cli",
-        "doctor",
-        "--fleet",
-        "--json",
-        "--router",
-        ",".join(routers),
-    ]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        env={**os.environ, **KEYS},
-        timeout=120,
-        check=False,
-    )
-    assert done.stdout, done.stderr
-    checks: list[dict[str, str]] = json.loads(done.stdout)["checks"]
-    assert CLUSTER_KEY not in done.stdout + done.stderr
-    assert API_KEY not in done.stdout + done.stderr
-    return done.returncode, checks
+    """Exit code and checks of the command, in this process: each start would take half a second."""
+    output = io.StringIO()
+    errors = io.StringIO()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(errors),
+    ):
+        for name, value in KEYS.items():
+            patch.setenv(name, value)
+        code = main(["--fleet", "--json", "--router", ",".join(routers)])
+    said = output.getvalue() + errors.getvalue()
+    checks: list[dict[str, str]] = json.loads(output.getvalue())["checks"]
+    assert CLUSTER_KEY not in said
+    assert API_KEY not in said
+    return code, checks
 
 
 def await_ready(router: str, *urls: str) -> None:

@@ -23,8 +23,12 @@ def assert_gone(processes: list[psutil.Process], secs: float) -> None:
     )
 
 
+SIMULATED = ("--simulate", "reference")
+"""For tests of processes and keys: the ranks of these engines import no torch."""
+
+
 def test_ctrl_c_stops_everything_at_once_and_exits_with_0() -> None:
-    with Cluster.up() as cluster:
+    with Cluster.up(*SIMULATED) as cluster:
         processes = family(cluster.process.pid)
         assert len(processes) >= 6, processes  # up, router, two fronts, two ranks
         assert cluster.interrupt() == 0
@@ -71,7 +75,7 @@ def test_commands_find_the_control_key_and_clients_need_none(
 ) -> None:
     monkeypatch.delenv("BATON_API_KEY", raising=False)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    with Cluster.up("--workers", "1", makes_control_key=True) as cluster:
+    with Cluster.up("--workers", "1", *SIMULATED, makes_control_key=True) as cluster:
         url = cluster.url
         key = cluster.state["router"]["control_key"]
         worker = cluster.node("worker")["url"]

@@ -1,4 +1,7 @@
-"""Classes and tenants through router, prefill and decode node, with real engines."""
+"""Classes and tenants through router, prefill and decode node.
+
+The engines simulate their devices: what is asked is their schedulers', and in the front.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,8 @@ TENANTS = {
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     file = tmp_path_factory.mktemp("tenants") / "tenants.json"
     file.write_text(json.dumps(TENANTS))
-    flags = ("--priority-classes", "interactive:8,batch:1", "--tenant-config", str(file))
+    flags = ("--simulate", "reference,speed=10", "--tenant-config", str(file))
+    flags += ("--priority-classes", "interactive:8,batch:1")
     with Cluster.up(*flags, "--max-running-requests", "2", "--kv-lease-secs", "2") as cluster:
         yield cluster
 

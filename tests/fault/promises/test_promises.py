@@ -36,7 +36,6 @@ def _name(script: ModuleType) -> str:
     return script.__name__.rpartition(".")[2]
 
 
-@pytest.mark.xdist_group("promises")  # beside the servers of others: most of it is in this process
 @pytest.mark.parametrize("script", SCRIPTS, ids=_name)
 def test_promise_is_kept_in_its_short_form(script: ModuleType) -> None:
     script.short(Show())

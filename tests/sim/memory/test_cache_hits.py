@@ -8,6 +8,7 @@ import pytest
 
 from baton.sched.policies import PolicyParams
 from baton.sched.setup.limits import Limits
+from tests.support.effort import seeds
 from tests.support.sched.sched_sim import VOCAB, Node, chain, random_prompt, request
 
 PAGE = 4
@@ -119,7 +120,7 @@ def test_d_counts_what_p_need_not_send() -> None:
     assert hits(node) == {"decode_tree": 16}
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(40))
 def test_sources_add_up_to_the_reported_cached_tokens_and_the_work_saved(seed: int) -> None:
     rng = random.Random(seed)
     page = rng.choice([1, 2, 4])

@@ -10,6 +10,7 @@ import pytest
 from baton.cache.eviction import EVICTION_POLICIES
 from baton.cache.kv_events import EventBatch
 from baton.sched.setup.limits import Limits
+from tests.support.effort import seeds
 from tests.support.probes import RadixCacheProbe, SchedulerProbe
 from tests.support.sched.kv_replay import Consumer, settled_prefixes
 from tests.support.sched.sched_sim import VOCAB, Node, chain, random_prompt, request
@@ -52,7 +53,7 @@ def drain(node: Node, consumer: Consumer) -> EventBatch | None:
     return batch
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(60))
 def test_replay_gives_what_is_cached_and_computed(seed: int) -> None:
     rng = random.Random(seed)
     page = rng.choice([1, 2, 4])

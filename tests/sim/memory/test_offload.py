@@ -9,6 +9,7 @@ import pytest
 from baton.sched.setup.limits import Limits
 from baton.sched.types.plan import ForwardMode, StepPlan
 from baton.sched.types.priority import PriorityRule
+from tests.support.effort import seeds
 from tests.support.sched.sched_sim import (
     VOCAB,
     Node,
@@ -124,7 +125,7 @@ def test_auto_offloads_where_copying_is_faster_than_computing(
     assert (host.pinned > 0) == offloads
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(60))
 def test_storms_under_priority_and_tiny_memory_with_a_host_tier(seed: int) -> None:
     """Tokens, both ledgers after every step, nothing held at the end, and no circle of preemptions."""
     rng = random.Random(9000 + seed)

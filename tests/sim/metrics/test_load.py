@@ -16,6 +16,7 @@ from baton.sched.state.load_report import LoadReport, WaitingLoad
 from baton.sched.types.priority import LOWEST_PRIORITY, PriorityRule
 from baton.sched.types.request import Rendezvous
 from tests.sim.metrics.test_stats import Clocked
+from tests.support.effort import seeds
 
 LIMITS = Limits(100, 4, 2, 1000, 16)
 RULE = PriorityRule(enabled=True, preemption_threshold=1000)
@@ -87,7 +88,7 @@ def tokens_ahead(load: LoadReport, priority: float | None = None) -> int:
     )
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(20))
 def test_tokens_ahead_bound_the_work_before_a_new_request(seed: int) -> None:
     rng = random.Random(seed)
     rule = dataclasses.replace(RULE, aging_rate=rng.choice((0.0, 0.5)))

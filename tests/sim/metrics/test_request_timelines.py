@@ -14,6 +14,7 @@ from baton.sched.types import request_timeline
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import FinishReason, ValidatedRequest
 from baton.sched.types.request_timeline import FirstTokenStages, PulledPages, RequestTimeline
+from tests.support.effort import seeds
 from tests.support.sched.fake_transfer import FakeTransfer
 from tests.support.sched.sched_sim import VOCAB, Node, random_prompt, request
 
@@ -193,7 +194,7 @@ def test_events_of_a_timeline_are_bounded() -> None:
     assert (timeline.steps, timeline.computed_tokens) == (100, 100)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", seeds(30))
 def test_timelines_agree_with_the_results_of_requests(seed: int) -> None:
     """Pairs with random aborts, broken transfers and tight memory: one true timeline per traced request and node."""
     rng = random.Random(seed)

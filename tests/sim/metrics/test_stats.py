@@ -17,6 +17,7 @@ from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import Rendezvous
 from baton.sched.types.request_timeline import PulledPages
 from baton.sched.types.sequence import Seq
+from tests.support.effort import seeds
 from tests.support.probes import SchedulerProbe
 from tests.support.sched.sched_sim import Device, request
 
@@ -223,7 +224,7 @@ def test_deadline_slack_and_misses() -> None:
     )
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", seeds(30))
 def test_random_traces_follow_the_definitions(seed: int) -> None:
     """Retraction, preemption, aborts and priorities at random, checked against the admissions seen from outside."""
     rng = random.Random(seed)

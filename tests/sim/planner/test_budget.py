@@ -16,6 +16,7 @@ from baton.sched.setup import from_config
 from baton.sched.setup.limits import Limits
 from baton.sched.types.plan import ForwardMode, StepPlan
 from baton.sched.types.sequence import is_partial, partial_of
+from tests.support.effort import seeds
 from tests.support.sched.sched_sim import VOCAB, Node, reference, request
 
 # ---------------------------------------------------------------------- known lengths
@@ -48,7 +49,7 @@ def test_peak_growth_equals_walking_through_the_steps(
     assert peak_growth(answers, page) == pages_needed(answers, page)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(20))
 def test_requests_of_known_length_are_never_retracted(seed: int) -> None:
     rng = random.Random(seed)
     page = rng.choice([1, 4])

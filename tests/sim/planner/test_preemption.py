@@ -19,6 +19,7 @@ from baton.sched.types.plan import StepResult
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import ValidatedRequest
 from baton.sched.types.sequence import Seq
+from tests.support.effort import seeds
 from tests.support.sched.fake_transfer import FakeTransfer
 from tests.support.sched.sched_sim import VOCAB, Node, random_prompt, reference, request
 
@@ -45,7 +46,7 @@ def busy_node(rng: random.Random) -> Node:
     return node
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(40))
 def test_victims_are_a_cheap_set_of_eligible_rows_that_is_enough_and_no_more(seed: int) -> None:
     rng = random.Random(seed)
     node = busy_node(rng)
@@ -78,7 +79,7 @@ def test_victims_are_a_cheap_set_of_eligible_rows_that_is_enough_and_no_more(see
     )
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(20))
 def test_suspending_frees_what_was_promised(seed: int) -> None:
     rng = random.Random(seed)
     node = busy_node(rng)
@@ -157,7 +158,7 @@ def test_retraction_spares_the_more_important_and_the_oldest_of_them() -> None:
     assert retraction_victim(rows[:1], rows[0], plain) is None
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", seeds(30))
 def test_priority_storms_are_bounded_and_exact(seed: int) -> None:
     """No request is preempted more often than allowed, and each preempts only less important ones."""
     rng = random.Random(500 + seed)

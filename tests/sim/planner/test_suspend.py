@@ -14,6 +14,7 @@ from baton.sched.setup.limits import Limits
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import FinishReason
 from baton.sched.types.sequence import SeqState
+from tests.support.effort import seeds
 from tests.support.sched.fake_transfer import FakeTransfer
 from tests.support.sched.sched_sim import (
     VOCAB,
@@ -45,7 +46,7 @@ def settle(node: Node) -> None:
     node.run()
 
 
-@pytest.mark.parametrize("seed", range(80))
+@pytest.mark.parametrize("seed", seeds(80))
 def test_storms_of_suspend_resume_abort_and_preempt_change_no_token(seed: int) -> None:
     rng = random.Random(seed)
     page = rng.choice([1, 2, 4])
@@ -83,7 +84,7 @@ def test_storms_of_suspend_resume_abort_and_preempt_change_no_token(seed: int) -
     node.sched.ledger().check_idle(node.limits.num_pages)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(60))
 def test_storms_on_both_nodes_of_a_pair_change_no_token(seed: int) -> None:
     """P holds what it has announced, so D never reads a page that was reused; D refuses until it decodes."""
     rng = random.Random(7000 + seed)

@@ -10,6 +10,7 @@ import pytest
 
 from baton.sched.policies import PolicyParams
 from baton.sched.setup.limits import Limits
+from tests.support.effort import seeds
 from tests.support.sched.sched_sim import Node, request
 
 SECS_PER_TOKEN = 0.001
@@ -47,7 +48,7 @@ def first_tokens(policy: str, jobs: list[tuple[int, float]]) -> list[float]:
     return [done[handle] for handle in range(len(jobs))]
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(40))
 def test_edf_misses_nothing_that_any_order_could_meet(seed: int) -> None:
     rng = random.Random(seed)
     sizes = [rng.randint(1, 40) for _ in range(5)]

@@ -19,6 +19,7 @@ from baton.sched.setup.limits import Limits
 from baton.sched.types.plan import StepPlan, StepResult
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import ValidatedRequest
+from tests.support.effort import seeds
 from tests.support.probes import SchedulerProbe
 from tests.support.sched.sched_sim import VOCAB, Node, random_prompt, reference, request
 
@@ -425,7 +426,7 @@ def test_with_one_class_and_one_tenant_every_plan_is_the_same_as_without(
     assert plans(fair("only:1")) == plans(FairnessRules())
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(60))
 def test_random_load_with_classes_and_tenants_gives_reference_tokens(seed: int) -> None:
     rng = random.Random(4000 + seed)
     page = rng.choice([1, 2, 4])

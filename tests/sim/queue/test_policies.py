@@ -22,6 +22,7 @@ from baton.sched.setup import from_config
 from baton.sched.setup.limits import Limits
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.sequence import Seq
+from tests.support.effort import seeds
 from tests.support.sched.sched_sim import (
     VOCAB,
     Node,
@@ -294,7 +295,7 @@ def test_priority_comes_before_the_policy_in_both_directions_and_missing_is_lowe
     assert order("fcfs", queue, view(), PriorityRule(enabled=False)) == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(20))
 def test_static_aging_keys_order_like_priority_plus_rate_times_wait(seed: int) -> None:
     rng = random.Random(seed)
     rule = PriorityRule(enabled=True, aging_rate=rng.choice([0.1, 1.0, 7.0]))
@@ -429,7 +430,7 @@ def test_no_request_is_preempted_more_often_than_allowed_or_close_to_the_end() -
     assert short.sched.report.counters()["preemptions_total"] == 0
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(60))
 def test_random_load_under_every_policy_and_priority_gives_reference_tokens(seed: int) -> None:
     rng = random.Random(1000 + seed)
     page = rng.choice([1, 2, 4])

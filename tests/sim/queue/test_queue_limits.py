@@ -14,6 +14,7 @@ from baton.sched.setup.limits import Limits
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import FinishReason, ValidatedRequest
 from baton.sched.types.sequence import Seq
+from tests.support.effort import seeds
 from tests.support.sched.sched_sim import Node, request
 
 RULE = PriorityRule(enabled=True, preemption_threshold=5)
@@ -44,7 +45,7 @@ def full_node(*priorities: int | None, **over: object) -> Node:
     return node
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", seeds(25))
 def test_victims_are_the_least_important_newest_first_and_only_if_strictly_worse(seed: int) -> None:
     rng = random.Random(seed)
     lim = limits(

@@ -9,12 +9,13 @@ import pytest
 
 from baton.sched.policies import PolicyParams
 from baton.sched.setup.limits import Limits
+from tests.support.effort import seeds
 from tests.support.sched.fake_transfer import FakeTransfer
 from tests.support.sched.scenarios import Scenario, ScenarioRun, scenarios
 from tests.support.sched.sched_sim import VOCAB, Node, random_prompt, reference, request
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(60))
 def test_prefill_here_decode_there_equals_one_node(seed: int) -> None:
     rng = random.Random(seed)
     page = rng.choice([1, 2, 4])

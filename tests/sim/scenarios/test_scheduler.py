@@ -21,6 +21,7 @@ from baton.sched.setup.limits import Limits
 from baton.sched.types.plan import GRAMMAR_FAILED_TOKEN, INVALID_TOKEN, StepPlan, StepResult
 from baton.sched.types.request import FinishReason
 from baton.sched.types.sequence import Seq, partial_of
+from tests.support.effort import seeds
 from tests.support.sched.sched_sim import VOCAB, Node, random_prompt, reference, request
 
 
@@ -40,7 +41,7 @@ def limits(rng: random.Random, **over: object) -> Limits:
     return Limits(**(values | over))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("seed", range(120))
+@pytest.mark.parametrize("seed", seeds(120))
 def test_random_load_gives_reference_tokens_and_leaks_nothing(seed: int) -> None:
     rng = random.Random(seed)
     node = Node(limits(rng), depth=rng.choice([1, 2]))

@@ -13,6 +13,7 @@ from baton.cache.eviction import EVICTION_POLICIES
 from baton.cache.kv_events import Cleared, KvEventLog, Removed, Stored, chain, first_parent
 from baton.cache.pages import PageAllocator
 from baton.cache.radix import RadixCache
+from tests.support.effort import seeds
 from tests.support.sched.kv_replay import Consumer, settled_prefixes
 
 KEEP = 50
@@ -44,7 +45,7 @@ def publish(
     cache.unlock(known.node)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(60))
 def test_replay_gives_exactly_the_settled_pages(seed: int) -> None:
     rng = random.Random(seed)
     size = rng.choice([1, 2, 4])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -15,6 +12,7 @@ from torch.nn import functional
 pytest.importorskip("baton._native", reason="the native module is not built")
 
 from baton.layers import ops, ops_cpu
+from tests.support.processes.prepared_python import PreparedPython
 
 DTYPES = [torch.float32, torch.bfloat16]
 both_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
@@ -289,11 +287,9 @@ def test_wrong_tensors_are_refused_with_both_sides_named() -> None:
         )
 
 
-def test_unknown_instruction_level_ends_the_start_with_a_sentence() -> None:
-    env = {**os.environ, "BATON_CPU_ISA": "sse9", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", "import baton.layers.ops"]
-    done = subprocess.run(
-        command, env=env, capture_output=True, text=True, timeout=240, check=False
-    )
+def test_unknown_instruction_level_ends_the_start_with_a_sentence(
+    torch_process: PreparedPython,
+) -> None:
+    done = torch_process.run("-c", "import baton.layers.ops", BATON_CPU_ISA="sse9")
     assert done.returncode != 0
     assert "ConfigError: BATON_CPU_ISA=sse9: use scalar, avx2" in done.stderr

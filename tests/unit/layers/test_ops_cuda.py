@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from tests.support.models import shapes
 from tests.support.models.model_loop import ModelLoop
 from tests.support.models.whole_model import load_model
 from tests.support.probes import DecoderProbe
+from tests.support.processes.prepared_python import PreparedPython
 
 HALF = [torch.float16, torch.bfloat16]
 both_dtypes = pytest.mark.parametrize("dtype", HALF, ids=["float16", "bfloat16"])
@@ -284,11 +284,8 @@ def test_ninja_beside_the_interpreter_is_found(
     assert flashinfer_loader.os.environ["PATH"] == "/venv/bin:/nowhere"
 
 
-def test_absent_library_is_one_sentence() -> None:
+def test_absent_library_is_one_sentence(torch_process: PreparedPython) -> None:
     code = "from baton.layers import flashinfer_loader as f; print(f.find_obstacle())"
-    said = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout
-    assert said.startswith(
+    assert torch_process.output("-c", code).startswith(
         "it cannot be imported: No module named 'flashinfer'; install Baton's extra 'gpu'"
     )

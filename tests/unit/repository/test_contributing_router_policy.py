@@ -1,4 +1,7 @@
-"""CONTRIBUTING.md's example of a router policy, followed in a copy of the crate `router-core`."""
+"""CONTRIBUTING.md's example of a router policy, followed in a copy of the crate `router-core`.
+
+The fast suite looks its names up; `make test-all` compiles it.
+"""
 
 from __future__ import annotations
 
@@ -68,18 +71,17 @@ def write_companion(crate: Path) -> None:
     manifest.write_text(COMPANION + "\n".join(without_python.values()) + "\n", encoding="utf-8")
 
 
-@pytest.mark.timeout(900)  # compiles a crate, perhaps beside other compilers
-def test_steps_of_the_router_policy_example_make_a_policy(tmp_path: Path) -> None:
-    """The copy is compiled in the build folder of the workspace, where its dependencies are.
+def make_copy(folder: Path) -> Path:
+    """A copy of the crate with the example's policy, in a workspace of its own below `folder`.
 
     Its place below the copied workspace is another one than the crate's, so that neither replaces
     what was built of the other.
     """
-    crate = tmp_path / "example/core"
+    crate = folder / "example/core"
     shutil.copytree(ROOT / "router/core", crate)
-    shutil.copy(ROOT / "Cargo.lock", tmp_path)
-    (tmp_path / "docs").mkdir()
-    shutil.copy(ROOT / "docs/protocol.md", tmp_path / "docs")
+    shutil.copy(ROOT / "Cargo.lock", folder)
+    (folder / "docs").mkdir()
+    shutil.copy(ROOT / "docs/protocol.md", folder / "docs")
     workspace = (ROOT / "Cargo.toml").read_text(encoding="utf-8")
     alone, replaced = re.subn(
         r"^members = .*$",
@@ -88,7 +90,7 @@ def test_steps_of_the_router_policy_example_make_a_policy(tmp_path: Path) -> Non
         flags=re.MULTILINE,
     )
     assert replaced == 1
-    (tmp_path / "Cargo.toml").write_text(alone, encoding="utf-8")
+    (folder / "Cargo.toml").write_text(alone, encoding="utf-8")
 
     policy, module, variant, constructor = code_of("a router policy", "rust")
     policies = crate / "src/policy"
@@ -96,7 +98,30 @@ def test_steps_of_the_router_policy_example_make_a_policy(tmp_path: Path) -> Non
     insert(policies / "mod.rs", r"^/// `manual`\.\nmod manual;", module)
     insert(policies / "mod.rs", r"^\}\n\nnamed_choice!\(PolicyKind", variant)
     insert(policies / "mod.rs", r"^        PolicyKind::Cost => ", constructor)
+    return crate
 
+
+def test_names_of_the_router_policy_example_are_defined(tmp_path: Path) -> None:
+    """Its places are found, and what its code uses is in the module that it names."""
+    crate = make_copy(tmp_path)
+    policy, *_ = code_of("a router policy", "rust")
+    imports = re.findall(
+        r"^ *use (super|crate)::(?:([\w:]+)::)?(\{.*\}|\w+);$", policy, re.MULTILINE
+    )
+    assert len(imports) == 4
+    for origin, module, names in imports:
+        folder = crate / "src" if origin == "crate" else crate / "src/policy"
+        file = folder / (f"{module.replace('::', '/')}.rs" if module else "mod.rs")
+        source = file.read_text(encoding="utf-8")
+        for name in names.strip("{}").split(", "):
+            assert re.search(rf"\b(?:fn|trait|enum|struct) {name}\b", source), (file, name)
+
+
+@pytest.mark.slow  # compiles the crate
+@pytest.mark.timeout(900)  # perhaps beside other compilers
+def test_steps_of_the_router_policy_example_make_a_policy(tmp_path: Path) -> None:
+    """The copy is compiled in the build folder of the workspace, where its dependencies are."""
+    make_copy(tmp_path)
     tests = ("policy::least_requests", "policy::tests")
     write_companion(tmp_path / "example/companion")
     packages = ("-p", "router-core", "-p", "companion")

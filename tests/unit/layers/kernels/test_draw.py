@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
-
-import pytest
+from tests.support.processes.prepared_python import PreparedPython
+from tests.unit.layers.kernels.test_heads import needs_triton
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_kernel_draws_the_hosts_tokens() -> None:
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.kernels.draw_cases"],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "ends of the range: 6 rows" in done.stdout
-    assert "names of columns: 5" in done.stdout
-    assert "not finite: 6 rows" in done.stdout
+@needs_triton
+def test_kernel_draws_the_hosts_tokens(triton_interpreter: PreparedPython) -> None:
+    output = triton_interpreter.output("-m", "tests.support.kernels.draw_cases")
+    assert "ends of the range: 6 rows" in output
+    assert "names of columns: 5" in output
+    assert "not finite: 6 rows" in output

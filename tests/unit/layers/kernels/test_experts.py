@@ -12,7 +12,8 @@ from baton.layers import kernels, ops
 from baton.layers.spec import KernelShapes
 from tests.support.models.checkpoints import make_checkpoint
 from tests.support.models.whole_model import load_model
-from tests.unit.layers.kernels.test_heads import CPU, needs_triton, output
+from tests.support.processes.prepared_python import PreparedPython
+from tests.unit.layers.kernels.test_heads import CPU, needs_triton
 
 COMPILE = """
 import triton
@@ -43,14 +44,14 @@ compile(experts._add_results, HIDDEN=2048, SLOTS=8, COLUMNS=experts.ADD)
 
 
 @needs_triton
-def test_experts_are_the_sums_of_plain_torch() -> None:
+def test_experts_are_the_sums_of_plain_torch(triton_interpreter: PreparedPython) -> None:
     module = "tests.support.kernels.expert_cases"
-    assert "8 shapes" in output("-m", module, TRITON_INTERPRET="1")
+    assert "8 shapes" in triton_interpreter.output("-m", module)
 
 
 @needs_triton
-def test_machine_code_is_made_without_a_gpu() -> None:
-    found = output("-c", COMPILE).splitlines()
+def test_machine_code_is_made_without_a_gpu(torch_process: PreparedPython) -> None:
+    found = torch_process.output("-c", COMPILE).splitlines()
     products = ["_multiply_gate_up True", "_multiply_down True"]
     assert found == ["_group_choices True", *products, *products, "_add_results True"]
 
@@ -58,10 +59,10 @@ def test_machine_code_is_made_without_a_gpu() -> None:
 @needs_triton
 @pytest.mark.slow
 def test_recorded_steps_have_the_tokens_of_plain_torch_and_padding_chooses_nothing(
-    tmp_path: Path,
+    triton_interpreter: PreparedPython, tmp_path: Path
 ) -> None:
     module = "tests.support.devices.expert_engine"
-    found = output("-m", module, "qwen3-moe", str(tmp_path), TRITON_INTERPRET="1")
+    found = triton_interpreter.output("-m", module, "qwen3-moe", str(tmp_path))
     assert "choices" in found
 
 
@@ -71,7 +72,9 @@ def kernel_shapes(tmp_path: Path) -> KernelShapes:
 
 
 @needs_triton
-def test_kernels_are_tried_with_the_sizes_of_the_mixture(tmp_path: Path) -> None:
+def test_kernels_are_tried_with_the_sizes_of_the_mixture(
+    triton_interpreter: PreparedPython, tmp_path: Path
+) -> None:
     path = make_checkpoint("qwen3-moe", tmp_path / "m")
     code = f"""
 import torch
@@ -84,7 +87,7 @@ StackedExperts.pass_tokens = lambda self, x, experts, *_: tried.append((self.dow
 print(kernels.find_obstacle(shapes, torch.device("cpu")), tried)
 """
     expected = "None [(torch.Size([64, 32]), (1, 2)), (torch.Size([64, 32]), (64, 2))]"
-    assert output("-c", code, TRITON_INTERPRET="1").splitlines()[-1] == expected
+    assert triton_interpreter.output("-c", code).splitlines()[-1] == expected
 
 
 def test_experts_without_triton_end_the_start_whatever_the_backend(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from baton.layers.spec import KernelShapes
 from tests.support import effort
 from tests.support.models import shapes
 from tests.support.models.whole_model import load_model
+from tests.support.processes.prepared_python import PreparedPython
 
 CPU = torch.device("cpu")
 needs_triton = pytest.mark.skipif(
@@ -24,22 +23,13 @@ needs_triton = pytest.mark.skipif(
 )
 
 
-def output(*arguments: str, **variables: str) -> str:
-    """Output of a Python process."""
-    env = {**os.environ, **variables}
-    done = subprocess.run(
-        [sys.executable, *arguments], env=env, capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
 @needs_triton
-def test_heads_are_normed_rotated_and_stored_as_by_plain_torch() -> None:
+def test_heads_are_normed_rotated_and_stored_as_by_plain_torch(
+    triton_interpreter: PreparedPython,
+) -> None:
     count = 30 if effort.EVERY else 15
-    assert f"{count} shapes" in output(
-        "-m", "tests.support.kernels.head_cases", TRITON_INTERPRET="1"
-    )
+    module = "tests.support.kernels.head_cases"
+    assert f"{count} shapes" in triton_interpreter.output("-m", module)
 
 
 COMPILE = """
@@ -68,9 +58,11 @@ compiled(_store_heads, sizes, 4, **dict.fromkeys(names, "*bf16"), **others)
 
 
 @needs_triton
-def test_kernels_compile_for_a_gpu_of_compute_capability_9() -> None:
+def test_kernels_compile_for_a_gpu_of_compute_capability_9(
+    torch_process: PreparedPython,
+) -> None:
     """To machine code, which needs no GPU; the interpreter takes what the compiler does not."""
-    found = output("-c", COMPILE).splitlines()
+    found = torch_process.output("-c", COMPILE).splitlines()
     assert found == ["_draw_token True", "_mask_row True", "_store_heads True"]
 
 
@@ -86,7 +78,9 @@ def _undo(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_triton
-def test_kernels_that_run_are_chosen_at_start(tmp_path: Path) -> None:
+def test_kernels_that_run_are_chosen_at_start(
+    triton_interpreter: PreparedPython, tmp_path: Path
+) -> None:
     path = shapes.make("tiny", tmp_path / "m")
     code = f"""
 import torch
@@ -97,7 +91,7 @@ spec = load_model({str(path)!r}, load_format="dummy").spec
 ops._choose_triton(spec.kernel_shapes, torch.device("cpu"), required=True)
 print(ops.head_kernel(torch.empty(1, device="meta")).__name__, ops.head_kernel(torch.empty(1)), kernels.usable)
 """
-    assert output("-c", code, TRITON_INTERPRET="1").splitlines()[-1] == "store_heads None True"
+    assert triton_interpreter.output("-c", code).splitlines()[-1] == "store_heads None True"
 
 
 @pytest.mark.usefixtures("_undo")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from baton.layers.cuda import device_pages
-from tests.unit.layers.kernels.test_heads import needs_triton, output
+from tests.support.processes.prepared_python import PreparedPython
+from tests.unit.layers.kernels.test_heads import needs_triton
 
 COMPILE = """
 import triton
@@ -27,13 +28,13 @@ for copies in (False, True):
 
 
 @needs_triton
-def test_copies_and_sums_are_those_of_plain_integers() -> None:
-    assert "6 sizes" in output("-m", "tests.support.kernels.page_cases", TRITON_INTERPRET="1")
+def test_copies_and_sums_are_those_of_plain_integers(triton_interpreter: PreparedPython) -> None:
+    assert "6 sizes" in triton_interpreter.output("-m", "tests.support.kernels.page_cases")
 
 
 @needs_triton
-def test_machine_code_is_made_without_a_gpu() -> None:
-    assert output("-c", COMPILE).split() == ["True", "True"]
+def test_machine_code_is_made_without_a_gpu(torch_process: PreparedPython) -> None:
+    assert torch_process.output("-c", COMPILE).split() == ["True", "True"]
 
 
 def test_host_memory_gets_no_kernels() -> None:

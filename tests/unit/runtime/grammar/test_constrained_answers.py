@@ -37,7 +37,9 @@ def sampled(seed: int, grammar: str, **more: Any) -> SamplingParams:
     return SamplingParams(max_new_tokens=LONG, temperature=1.0, seed=seed, grammar=grammar, **more)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 6))]
+)
 def test_every_answer_to_random_schemas_is_valid(checkpoint: Path, seed: int) -> None:
     rng = random.Random(seed)
     schemas = [random_schema(rng) for _ in range(50)]

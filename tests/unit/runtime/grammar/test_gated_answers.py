@@ -83,7 +83,9 @@ def divide_answer(answer: GrammarAnswer, start: ReasoningPhase) -> tuple[list[in
     return tokens[:count], behind
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
+)
 def test_answers_behind_reasoning_are_valid(checkpoint: Path, seed: int) -> None:
     rng = random.Random(seed)
     schemas = [random_schema(rng) for _ in range(30)]
