@@ -34,14 +34,14 @@ CPU_POOL_MIB = 128
 says more."""
 GIB = 2**30
 _SHOWN = 8
-_OFTEN_PLAIN = ("embed", "lm_head", "router", "shared_gate")
+_OFTEN_PLAIN = ("embed", "lm_head", "router", "shared_gate", "gates", "conv")
 """Matrices that quantized checkpoints mostly leave plain, without listing them."""
 
 _LOOKED_UP = ("embed", "shared_gate")
 """Matrices that are read by row, or have one row."""
 
-_TAKEN_APART = ("kv_b",)
-"""Matrices whose parts are multiplied by each head alone, one of them transposed."""
+_TAKEN_APART = ("kv_b", "conv")
+"""Matrices whose parts are multiplied by each head or channel alone."""
 
 
 def check_checkpoint(config: EngineConfig, path: Path, nodes: int = 1) -> None:
@@ -60,6 +60,8 @@ def check_checkpoint(config: EngineConfig, path: Path, nodes: int = 1) -> None:
         quantization=config.quantization,
         kv_cache_dtype=config.kv_cache_dtype,
     )
+    if spec.states:
+        _check_states(config)
     share_of(spec, Shard(0, config.tp_size, divides_experts=config.ep_size > 1))
     weights = weight_bytes(spec)
     if config.load_format != "dummy":
@@ -67,6 +69,21 @@ def check_checkpoint(config: EngineConfig, path: Path, nodes: int = 1) -> None:
         weights = stored.memory(spec)
     if config.device == "cpu":
         _check_memory(config, weights, spec.kv_spec(config.page_size).token_bytes, nodes)
+
+
+def _check_states(config: EngineConfig) -> None:
+    """Raise ConfigError for what is not done with states of sequences in this version."""
+    model = "the model keeps a state per sequence, which"
+    if config.disaggregation_mode != "null":
+        raise ConfigError(
+            f"--disaggregation-mode {config.disaggregation_mode}: {model} is not sent from P to D "
+            "in this version; serve it on a single node, without the flag"
+        )
+    if config.host_kv_gib:
+        raise ConfigError(
+            f"--host-kv-gib {config.host_kv_gib:g}: {model} is not moved to the host in this "
+            "version; leave the flag out"
+        )
 
 
 def _check_module(config: EngineConfig, path: Path, nodes: int) -> None:
