@@ -490,4 +490,5 @@ def gated_delta(
             correction = (value[token] - (matrix * k).sum(1)) * strength[token]
             matrix += k * correction[:, None]
             out[token] = (matrix * query[token][..., None]).sum(1)
-    return out.flatten(1).to(qkv.dtype)
+    rounded: Tensor = out.flatten(1).to(qkv.dtype)
+    return rounded

@@ -112,16 +112,12 @@ class DeltaSpec:
         return (self.taps - 1, self.channels)
 
     @property
-    def conv_size(self) -> int:
-        return math.prod(self.conv_shape)
-
-    @property
     def matrix_shape(self) -> tuple[int, int, int]:
         return (self.value_heads, self.key_dim, self.value_dim)
 
-    @property
-    def matrix_size(self) -> int:
-        return math.prod(self.matrix_shape)
+    def state_bytes(self, dtype: str) -> int:
+        """Size of a sequence's state, of which the matrix is float32. Args: `dtype`: of compute."""
+        return math.prod(self.conv_shape) * DTYPE_BYTES[dtype] + math.prod(self.matrix_shape) * 4
 
 
 def common_heads(layers: Sequence[LayerAttention]) -> AttentionSpec:

@@ -174,10 +174,12 @@ def _rotate_for_context(
     resolved: dict[LayerSpec, LayerSpec] = {}
     is_long = False
     for layer in dict.fromkeys(layers):
-        rope = layer.attention.rope
-        is_state = isinstance(layer.attention, DeltaBlockSpec)
-        if rope is None or is_state or not rope.is_long_for(context):
-            resolved[layer] = layer
+        block = layer.attention
+        resolved[layer] = layer
+        if isinstance(block, DeltaBlockSpec):
+            continue
+        rope = block.rope
+        if rope is None or not rope.is_long_for(context):
             continue
         if not is_long:
             log.info(
@@ -187,7 +189,7 @@ def _rotate_for_context(
                 context, rope.original_max_position,
             )  # fmt: skip
         is_long = True
-        attention = layer.attention.with_rope(rope.for_context(context))
+        attention = block.with_rope(rope.for_context(context))
         resolved[layer] = replace(layer, attention=attention)
     return tuple(resolved[layer] for layer in layers), is_long
 

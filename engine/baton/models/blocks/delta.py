@@ -90,7 +90,8 @@ class DeltaBlock:
         normed = self.head_norm.apply(results.view(-1, delta.value_dim)).view_as(results)
         # Rounded once, as transformers does: silu of a gate in float32.
         gate = z.float()
-        return (normed.float() * (gate * ops.sigmoid(gate))).to(x.dtype)
+        gated: Tensor = (normed.float() * (gate * ops.sigmoid(gate))).to(x.dtype)
+        return gated
 
     def project(self, attended: Tensor) -> Tensor:
         """attended [T, value_size]: this rank's part of the result [T, hidden]."""

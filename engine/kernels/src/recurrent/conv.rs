@@ -122,10 +122,7 @@ unsafe fn pass_row<S: Simd, E: ElementType>(
         }
         let rounded = E::round::<S>(sum);
         let passed = Activation::Silu.multiply::<S, E>(rounded, S::splat(1.0));
-        let out = call
-            .out
-            .cast::<E::T>()
-            .add(token * call.channels + channel);
+        let out = call.out.cast::<E::T>().add(token * call.channels + channel);
         store_part::<S, E>(out, passed, n);
         for tap in 0..newest {
             inputs[tap] = inputs[tap + 1];

@@ -186,10 +186,7 @@ impl Item<'_> {
                     *sum = S::fma(element, q, *sum);
                 }
             }
-            let out = call
-                .out
-                .cast::<E::T>()
-                .add(token * value_size + own_values);
+            let out = call.out.cast::<E::T>().add(token * value_size + own_values);
             for (v, sum) in result.iter().enumerate().take(vectors) {
                 let at = v * S::LANES;
                 store_part::<S, E>(out.add(at), *sum, self.columns_from(at));
@@ -264,7 +261,12 @@ fn softplus(x: f32) -> f32 {
 
 /// Write x `[n]` with the length `length`.
 #[inline(always)]
-unsafe fn set_length<S: Simd, E: ElementType>(x: *const E::T, n: usize, length: f32, out: *mut f32) {
+unsafe fn set_length<S: Simd, E: ElementType>(
+    x: *const E::T,
+    n: usize,
+    length: f32,
+    out: *mut f32,
+) {
     let mut sums = [S::splat(0.0); 2];
     for i in (0..n).step_by(S::LANES) {
         let part = load_part::<S, E>(x.add(i), n - i);
@@ -318,7 +320,13 @@ mod tests {
         }
 
         /// Compute tokens [first, first + n) as rows of these lengths, each in a slot of its own.
-        fn pass(&self, isa: Isa, first: usize, rows: &[(usize, i32)], state: &mut [f32]) -> Vec<u8> {
+        fn pass(
+            &self,
+            isa: Isa,
+            first: usize,
+            rows: &[(usize, i32)],
+            state: &mut [f32],
+        ) -> Vec<u8> {
             let size = self.dtype.bytes();
             let heads = self.sizes.value_heads;
             let width = heads * self.sizes.value_dim;
@@ -412,7 +420,11 @@ mod tests {
         };
         let tokens = 9;
         for isa in Isa::available() {
-            for (dtype, sizes) in [(Dtype::F32, small), (Dtype::F32, wide), (Dtype::Bf16, small)] {
+            for (dtype, sizes) in [
+                (Dtype::F32, small),
+                (Dtype::F32, wide),
+                (Dtype::Bf16, small),
+            ] {
                 let world = World::new(dtype, sizes, tokens);
                 let size = world.state_size();
                 let mut state = vec![0.0; SLOTS * size];
@@ -425,7 +437,10 @@ mod tests {
                     first += n;
                 }
                 assert!(pieces == whole, "{isa:?} {dtype:?}");
-                assert!(state[size..2 * size] == state[3 * size..], "{isa:?} {dtype:?}");
+                assert!(
+                    state[size..2 * size] == state[3 * size..],
+                    "{isa:?} {dtype:?}"
+                );
                 assert!(state[2 * size..3 * size].iter().all(|&x| x == 0.0));
                 // Tokens 0 and 1 as two sequences: the first goes as before.
                 let mut others = vec![0.0; SLOTS * size];
