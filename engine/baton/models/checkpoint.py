@@ -68,7 +68,9 @@ def check_checkpoint(config: EngineConfig, path: Path, nodes: int = 1) -> None:
         stored = check_files(spec, path)
         weights = stored.memory(spec)
     if config.device == "cpu":
-        _check_memory(config, weights, spec.kv_spec(config.page_size).token_bytes, nodes)
+        states = sum(state.state_bytes(spec.dtype) for state in spec.states)
+        token_bytes = spec.kv_spec(config.page_size).token_bytes
+        _check_memory(config, weights, token_bytes, nodes, states=states)
 
 
 def _check_states(config: EngineConfig) -> None:
@@ -181,21 +183,28 @@ def _first_file(source: StoredSource) -> Path:
     return next(iter(source.tensors.values())).file
 
 
-def _check_memory(config: EngineConfig, weights: int, token_bytes: int, nodes: int) -> None:
-    """Args: `weights`: bytes of one replica. `token_bytes`: one token's KV."""
+def _check_memory(
+    config: EngineConfig, weights: int, token_bytes: int, nodes: int, *, states: int = 0
+) -> None:
+    """Args: `weights`: bytes of one replica. `token_bytes`: one token's KV. `states`: bytes of those
+    that a sequence keeps."""
     weights *= config.dp_size
     if config.max_total_tokens:
         pools = config.max_total_tokens * token_bytes * config.dp_size
     else:
         pools = (config.kv_pool_mib or CPU_POOL_MIB) * 2**20 * config.dp_size * config.tp_size
     pools += int(config.host_kv_gib * GIB) * config.dp_size * config.tp_size
+    pools += states * config.max_running_requests * config.dp_size
+    kinds = "KV pools"
+    if states:
+        kinds += f" and states of {config.max_running_requests} sequences"
     available = available_memory()
     if available is not None and nodes * (weights + pools) > available:
         many = f"{nodes} engines need" if nodes > 1 else "the engine needs"
         raise ConfigError(
-            f"{many} {nodes * weights / GIB:.2f} GiB for weights and {nodes * pools / GIB:.2f} GiB for KV pools, but "
+            f"{many} {nodes * weights / GIB:.2f} GiB for weights and {nodes * pools / GIB:.2f} GiB for {kinds}, but "
             f"{available / GIB:.2f} GiB of memory are available; use a smaller model, another --dtype, a smaller "
-            "--kv-pool-mib, or end other programs"
+            f"--kv-pool-mib{' or --max-running-requests' if states else ''}, or end other programs"
         )
 
 
