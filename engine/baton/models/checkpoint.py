@@ -81,6 +81,11 @@ def _check_states(config: EngineConfig) -> None:
             f"--disaggregation-mode {config.disaggregation_mode}: {model} is not sent from P to D "
             "in this version; serve it on a single node, without the flag"
         )
+    if config.speculative_algorithm is not None:
+        raise ConfigError(
+            f"--speculative-algorithm {config.speculative_algorithm}: {model} cannot take back the "
+            "tokens of a draft; leave the flag out"
+        )
     if config.host_kv_gib:
         raise ConfigError(
             f"--host-kv-gib {config.host_kv_gib:g}: {model} is not moved to the host in this "

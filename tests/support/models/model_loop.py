@@ -15,7 +15,6 @@ from baton.layers.recurrent_state import StatePool
 from baton.models.decoder import Decoder
 from tests.support.kernels.attention_batch import AttentionRow, build_batch
 
-
 _SLOTS = 8
 
 

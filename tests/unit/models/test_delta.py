@@ -84,6 +84,7 @@ def test_gpu_is_refused(tmp_path: Path) -> None:
     [
         ({"disaggregation_mode": "prefill"}, "--disaggregation-mode prefill: .* single node"),
         ({"disaggregation_mode": "decode"}, "--disaggregation-mode decode: .* single node"),
+        ({"speculative_algorithm": "NGRAM"}, "--speculative-algorithm NGRAM: .* take back"),
         ({"host_kv_gib": 1.0}, "--host-kv-gib 1: .* leave the flag out"),
         ({"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype auto"),
     ],
