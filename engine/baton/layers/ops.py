@@ -427,13 +427,11 @@ def causal_conv(x: Tensor, weight: Tensor, state: Tensor, rows: StateRows) -> Te
         passed: Tensor = native.causal_conv(x, weight, state, rows)
         return passed
     out = torch.empty_like(x)
-    ends = rows.qo_indptr.tolist()
-    for row, slot in enumerate(rows.slots.tolist()):
-        tokens = slice(ends[row], ends[row + 1])
-        inputs = torch.cat((state[slot], x[tokens]))
-        count = ends[row + 1] - ends[row]
+    for start, end, slot in rows.in_order():
+        inputs = torch.cat((state[slot], x[start:end]))
+        count = end - start
         products = [inputs[i : i + count].float() * weight[i] for i in range(len(weight))]
-        out[tokens] = functional.silu(sum(products, torch.zeros(())).to(x.dtype))
+        out[start:end] = functional.silu(sum(products, torch.zeros(())).to(x.dtype))
         state[slot] = inputs[count:]
     return out
 
@@ -481,10 +479,9 @@ def gated_delta(
     strength = b.sigmoid().float()[..., None]
     decay = (-rate.exp() * functional.softplus(a.float() + bias)).exp()[..., None, None]
     out = torch.empty_like(value)
-    ends = rows.qo_indptr.tolist()
-    for row, slot in enumerate(rows.slots.tolist()):
+    for start, end, slot in rows.in_order():
         matrix = state[slot]
-        for token in range(ends[row], ends[row + 1]):
+        for token in range(start, end):
             k = key[token][..., None]
             matrix *= decay[token]
             correction = (value[token] - (matrix * k).sum(1)) * strength[token]

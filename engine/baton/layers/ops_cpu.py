@@ -392,10 +392,11 @@ def _state_layout(state: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> 
     return checked_address("state", state[0], dtype, shape), state.stride(0)
 
 
-def _rows_layout(rows: StateRows, tokens: int, slots: int) -> tuple[int, int, int, int, int]:
+def _rows_layout(rows: StateRows, tokens: int, slots: int) -> tuple[int, int, int, int, int, int]:
     count = len(rows.slots)
     return (
-        checked_address("qo_indptr", rows.qo_indptr, torch.int32, (count + 1,)),
+        checked_address("starts", rows.starts, torch.int32, (count,)),
+        checked_address("ends", rows.ends, torch.int32, (count,)),
         checked_address("slots", rows.slots, torch.int32, (count,)),
         count,
         tokens,

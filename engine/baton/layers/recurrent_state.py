@@ -16,6 +16,7 @@ be wrong.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -44,12 +45,18 @@ class LayerState(NamedTuple):
 
 
 class StateRows(NamedTuple):
-    """Rows of a step: tokens [qo_indptr[r], qo_indptr[r + 1]) continue the state of slots[r]."""
+    """Rows of a step: tokens [starts[r], ends[r]) of the step continue the state of slots[r]."""
 
-    qo_indptr: Tensor
-    """int32 [R + 1]"""
+    starts: Tensor
+    """int32 [R]"""
+    ends: Tensor
+    """int32 [R]"""
     slots: Tensor
     """int32 [R], each once"""
+
+    def in_order(self) -> Iterator[tuple[int, int, int]]:
+        """Start, end and slot of each row."""
+        return zip(self.starts.tolist(), self.ends.tolist(), self.slots.tolist(), strict=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +115,7 @@ class StatePool:
         for slot in fresh:
             self._data[slot] = 0
         self._tokens[slots] = starts + lengths
-        ends = np.zeros(len(slots) + 1, np.int32)
-        np.cumsum(lengths, out=ends[1:])
-        rows = StateRows(torch.from_numpy(ends), torch.from_numpy(slots.astype(np.int32)))
+        ends = np.cumsum(lengths)
+        columns = (ends - lengths, ends, slots)
+        rows = StateRows(*(torch.from_numpy(column.astype(np.int32)) for column in columns))
         return StepStates(self.layers, rows)

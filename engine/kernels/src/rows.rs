@@ -137,7 +137,7 @@ impl SequenceRows<'_> {
 }
 
 /// Where `ends` fails to start at 0, to rise by at least `step`, or to end at `total`.
-pub(crate) fn first_fault(ends: &[i32], step: i32, total: usize) -> Option<usize> {
+fn first_fault(ends: &[i32], step: i32, total: usize) -> Option<usize> {
     if ends[0] != 0 {
         return Some(0);
     }

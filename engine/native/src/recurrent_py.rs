@@ -8,16 +8,17 @@ use pyo3::prelude::*;
 
 use crate::kernels_py::{Shared, dtype, slice};
 
-/// Addresses of int32 qo_indptr [rows + 1] and slots [rows]; rows, tokens, slots in all.
-type RowsAt = (usize, usize, usize, usize, usize);
+/// Addresses of int32 starts, ends and slots [rows]; rows, tokens, slots in all.
+type RowsAt = (usize, usize, usize, usize, usize, usize);
 
 /// Raises ValueError when an index leads out of the tokens or the slots.
 fn checked_rows(at: RowsAt) -> PyResult<StateRows<'static>> {
-    let (qo_indptr, slots, rows, tokens, num_slots) = at;
+    let (starts, ends, slots, rows, tokens, num_slots) = at;
     // SAFETY: the Python side has checked types and lengths and holds the tensors.
     let rows = unsafe {
         StateRows {
-            qo_indptr: slice(qo_indptr, rows + 1),
+            starts: slice(starts, rows),
+            ends: slice(ends, rows),
             slots: slice(slots, rows),
         }
     };

@@ -173,7 +173,8 @@ mod tests {
                     state: state.as_mut_ptr(),
                     state_stride: (TAPS - 1) * self.channels,
                     rows: StateRows {
-                        qo_indptr: &[0, n as i32],
+                        starts: &[0],
+                        ends: &[n as i32],
                         slots: &[slot as i32],
                     },
                     out: out[first * width..].as_mut_ptr(),

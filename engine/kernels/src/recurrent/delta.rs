@@ -331,11 +331,18 @@ mod tests {
             let heads = self.sizes.value_heads;
             let width = heads * self.sizes.value_dim;
             let tokens: usize = rows.iter().map(|row| row.0).sum();
-            let mut ends = vec![0];
-            ends.extend(rows.iter().scan(0, |end, row| {
-                *end += row.0 as i32;
-                Some(*end)
-            }));
+            let ends: Vec<i32> = rows
+                .iter()
+                .scan(0, |end, row| {
+                    *end += row.0 as i32;
+                    Some(*end)
+                })
+                .collect();
+            let starts: Vec<i32> = rows
+                .iter()
+                .zip(&ends)
+                .map(|(row, end)| end - row.0 as i32)
+                .collect();
             let slots: Vec<i32> = rows.iter().map(|row| row.1).collect();
             let mut out = vec![0_u8; tokens * width * size];
             let inputs = 2 * self.sizes.key_heads * self.sizes.key_dim + width;
@@ -349,7 +356,8 @@ mod tests {
                 state: state.as_mut_ptr(),
                 state_stride: self.state_size(),
                 rows: StateRows {
-                    qo_indptr: &ends,
+                    starts: &starts,
+                    ends: &ends,
                     slots: &slots,
                 },
                 out: out.as_mut_ptr(),

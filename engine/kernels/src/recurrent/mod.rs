@@ -13,23 +13,27 @@
 pub mod conv;
 pub mod delta;
 
-/// Rows of a step: the tokens of row r are `[qo_indptr[r], qo_indptr[r + 1])`, and its state is in
-/// slot `slots[r]`.
+/// Rows of a step, or parts of them: the tokens of row r are `[starts[r], ends[r])`, and its state
+/// is in slot `slots[r]`.
 #[derive(Clone, Copy, Debug)]
 pub struct StateRows<'a> {
-    /// R + 1, from 0 to T.
-    pub qo_indptr: &'a [i32],
-    /// R
+    pub starts: &'a [i32],
+    /// As many.
+    pub ends: &'a [i32],
+    /// As many.
     pub slots: &'a [i32],
 }
 
 /// An index vector that would lead out of the tokens or the states.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum StateRowsError {
-    #[error("qo_indptr must rise by at least 1 per row from 0 to {tokens}; entry {at} is {value}")]
+    #[error(
+        "row {row} has tokens {start} to {end}: rows are not empty, follow each other, and end within {tokens}"
+    )]
     Tokens {
-        at: usize,
-        value: i32,
+        row: usize,
+        start: i32,
+        end: i32,
         tokens: usize,
     },
     #[error("row {row} has slot {slot}; there are slots 0 to {last}, each for one row", last = .num_slots - 1)]
@@ -41,20 +45,26 @@ pub enum StateRowsError {
 }
 
 impl StateRows<'_> {
-    /// Every index leads into `tokens` tokens and `num_slots` states, and no two rows share one.
-    /// There is one slot per row, and one end more.
+    /// Every index leads into `tokens` tokens and `num_slots` states, and no two rows share any of
+    /// them. The vectors are equally long.
     pub fn check(&self, tokens: usize, num_slots: usize) -> Result<(), StateRowsError> {
-        if let Some(at) = crate::rows::first_fault(self.qo_indptr, 1, tokens) {
-            return Err(StateRowsError::Tokens {
-                at,
-                value: self.qo_indptr[at],
-                tokens,
-            });
-        }
         let mut is_taken = vec![false; num_slots];
-        for (row, &slot) in self.slots.iter().enumerate() {
-            let place = usize::try_from(slot).ok().and_then(|i| is_taken.get_mut(i));
-            match place {
+        let mut before = 0;
+        for row in 0..self.len() {
+            let start = self.starts[row];
+            let end = self.ends[row];
+            if start < before || end <= start || end as usize > tokens {
+                return Err(StateRowsError::Tokens {
+                    row,
+                    start,
+                    end,
+                    tokens,
+                });
+            }
+            before = end;
+            let slot = self.slots[row];
+            let place = usize::try_from(slot).ok();
+            match place.and_then(|i| is_taken.get_mut(i)) {
                 Some(taken) if !*taken => *taken = true,
                 _ => {
                     return Err(StateRowsError::Slot {
@@ -72,9 +82,8 @@ impl StateRows<'_> {
         self.slots.len()
     }
 
-    /// First token of a row, and the token behind its last one.
     fn tokens(&self, row: usize) -> std::ops::Range<usize> {
-        self.qo_indptr[row] as usize..self.qo_indptr[row + 1] as usize
+        self.starts[row] as usize..self.ends[row] as usize
     }
 }
 
@@ -85,16 +94,30 @@ mod tests {
     #[test]
     fn each_wrong_index_is_named() {
         let rows = StateRows {
-            qo_indptr: &[0, 1, 4],
+            starts: &[0, 2],
+            ends: &[1, 4],
             slots: &[2, 0],
         };
         assert_eq!(rows.check(4, 3), Ok(()));
-        let tokens = StateRowsError::Tokens {
-            at: 2,
-            value: 4,
-            tokens: 5,
-        };
-        assert_eq!(rows.check(5, 3), Err(tokens));
+        for (starts, ends, row) in [
+            ([0, 2], [1, 5], 1),
+            ([0, 0], [1, 4], 1),
+            ([0, 2], [1, 2], 1),
+            ([-1, 2], [1, 4], 0),
+        ] {
+            let wrong = StateRows {
+                starts: &starts,
+                ends: &ends,
+                ..rows
+            };
+            let error = StateRowsError::Tokens {
+                row,
+                start: starts[row],
+                end: ends[row],
+                tokens: 4,
+            };
+            assert_eq!(wrong.check(4, 3), Err(error));
+        }
         for (slots, row, slot) in [([2, 3], 1, 3), ([2, -1], 1, -1), ([1, 1], 1, 1)] {
             let wrong = StateRows {
                 slots: &slots,
