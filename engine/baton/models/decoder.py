@@ -25,14 +25,14 @@ from baton.layers.attention.base import AttentionBackend, ForwardBatch
 from baton.layers.collectives import ALONE, Collectives
 from baton.layers.shard import WHOLE, Shard
 from baton.models.blocks.attention import AttentionBlock
-from baton.models.blocks.delta import DeltaBlock
+from baton.models.blocks.delta_net import DeltaBlock
 from baton.models.blocks.mla import MlaBlock
 from baton.models.blocks.mlp import MlpBlock
 from baton.models.blocks.moe import MoeBlock
 from baton.models.blocks.norm import NormBlock
 from baton.models.blocks.rope import RopeTables
 from baton.models.blocks.tensors import move_tensors
-from baton.models.spec.delta import DeltaBlockSpec
+from baton.models.spec.delta_net import DeltaBlockSpec
 from baton.models.spec.mla import MlaBlockSpec
 from baton.models.spec.model import LayerSpec, ModelSpec
 from baton.models.spec.moe import MoeSpec

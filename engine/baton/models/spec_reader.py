@@ -37,7 +37,7 @@ from baton.models.quantized.forms import ON_LOAD_FORMS
 from baton.models.quantized.kv_scales import read_kv_scales
 from baton.models.quantized.methods import read_quantization
 from baton.models.quantized.scheme import QuantizationScheme
-from baton.models.spec.delta import DeltaBlockSpec
+from baton.models.spec.delta_net import DeltaBlockSpec
 from baton.models.spec.mla import MlaBlockSpec
 from baton.models.spec.model import LayerSpec, ModelSpec
 from baton.models.spec.moe import MoeSpec

@@ -9,7 +9,7 @@ from baton.models.config_file import ModelConfig
 from baton.models.families.base import ModelFamily
 from baton.models.families.experts import is_sparse, read_experts, read_experts_per_token
 from baton.models.spec.attention import AttentionBlockSpec
-from baton.models.spec.delta import DeltaBlockSpec
+from baton.models.spec.delta_net import DeltaBlockSpec
 from baton.models.spec.mlp import MlpSpec
 from baton.models.spec.model import LayerSpec
 from baton.models.spec.moe import MoeSpec, RouterSpec

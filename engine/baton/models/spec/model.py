@@ -18,7 +18,7 @@ from baton.layers.spec import DTYPE_BYTES, DeltaSpec, KernelShapes, LayerAttenti
 from baton.models.quantized.forms import OnLoadForm
 from baton.models.quantized.scheme import QuantizationScheme
 from baton.models.spec.attention import AttentionBlockSpec
-from baton.models.spec.delta import DeltaBlockSpec
+from baton.models.spec.delta_net import DeltaBlockSpec
 from baton.models.spec.mla import MlaBlockSpec
 from baton.models.spec.mlp import MlpSpec
 from baton.models.spec.moe import MoeSpec

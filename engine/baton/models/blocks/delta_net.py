@@ -13,12 +13,12 @@ from baton.layers.attention.base import AttentionBackend, ForwardBatch
 from baton.models.blocks.norm import NormBlock
 from baton.models.blocks.rope import RopeTables
 from baton.models.blocks.tensors import move_tensors
-from baton.models.spec.delta import DeltaBlockSpec
+from baton.models.spec.delta_net import DeltaBlockSpec
 
 
 @dataclass(slots=True)
 class DeltaBlock:
-    """Weights in compute dtype, contiguous. Matrices are [out, in]; see `spec.delta` for the
+    """Weights in compute dtype, contiguous. Matrices are [out, in]; see `spec.delta_net` for the
     stacked ones."""
 
     spec: DeltaBlockSpec

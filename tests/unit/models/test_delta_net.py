@@ -13,7 +13,7 @@ from baton.errors import ConfigError
 from baton.layers.shard import Shard
 from baton.layers.spec import DeltaSpec
 from baton.models.checkpoint import check_checkpoint
-from baton.models.spec.delta import DeltaBlockSpec
+from baton.models.spec.delta_net import DeltaBlockSpec
 from baton.models.spec.model import ModelSpec, is_ignorable, plan_weights, share_of
 from baton.models.spec_reader import read_spec
 from tests.support.models.published import published_config
