@@ -469,7 +469,7 @@ def gated_delta(
     value = value.unflatten(1, (sizes.value_heads, sizes.value_dim))
 
     def set_length_to_one(x: Tensor) -> Tensor:
-        heads = x.unflatten(1, (sizes.key_heads, sizes.key_dim))
+        heads: Tensor = x.unflatten(1, (sizes.key_heads, sizes.key_dim))
         unit = heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + _LENGTH_EPS)
         return unit.repeat_interleave(sizes.value_heads // sizes.key_heads, dim=1)
 

@@ -79,7 +79,8 @@ def _check_states(config: EngineConfig) -> None:
     if config.disaggregation_mode != "null":
         raise ConfigError(
             f"--disaggregation-mode {config.disaggregation_mode}: {model} is not sent from P to D "
-            "in this version; serve it on a single node, without the flag"
+            "in this version; serve it on a single node, without the flag (baton up: "
+            "--workers 1)"
         )
     if config.speculative_algorithm is not None:
         raise ConfigError(
