@@ -123,7 +123,7 @@ def kv_table() -> str:
     """Bytes of KV that a token of published models takes."""
     header = (
         "model", "architecture", "layers", "KV heads", "head size", "bytes per token",
-        "windows", "bytes of windows",
+        "windows", "bytes of windows", "bytes of states",
     )  # fmt: skip
     rows = []
     for name in PUBLISHED:
@@ -147,6 +147,7 @@ def kv_table() -> str:
                 f"{kv.token_bytes:,}".replace(",", " "),
                 shown or "none",
                 f"{blocks * kv.page_bytes:,}".replace(",", " "),
+                f"{sum(each.state_bytes(spec.dtype) for each in spec.states):,}".replace(",", " "),
             )
         )
     return _table(header, rows)

@@ -16,13 +16,13 @@ PAGE = Path(__file__).parents[2] / "docs/models.md"
 KV_BYTES = {
     "Phi-3-mini 4k": 393216, "Phi-4": 204800, "Phi-4-mini": 131072, "Gemma 2 9B": 344064, "Gemma 3 1B": 26624,
     "Mixtral 8x7B": 131072, "Qwen1.5-MoE-A2.7B": 196608, "Qwen3-30B-A3B": 98304, "GLM-4.5-Air": 188416,
-    "gpt-oss 20B": 49152, "gpt-oss 120B": 73728, "Llama 4 Scout": 196608,
+    "Qwen3-Next 80B A3B": 24576, "gpt-oss 20B": 49152, "gpt-oss 120B": 73728, "Llama 4 Scout": 196608,
 }  # fmt: skip
 """Bytes of a token in bfloat16, counted by hand: 2 tensors of layers by KV heads by head size."""
 PARAMETERS = {
     "Llama 3.1 8B": 8.03e9, "Phi-3-mini 4k": 3.82e9, "Phi-4": 14.7e9, "OLMo 2 7B": 7.3e9, "Granite 3.3 8B": 8.17e9,
     "SmolLM3 3B": 3.08e9, "Gemma 2 9B": 9.24e9, "Gemma 3 1B": 1.0e9, "Phi-3.5-MoE": 41.9e9, "Qwen3-30B-A3B": 30.5e9,
-    "gpt-oss 20B": 20.9e9, "gpt-oss 120B": 116.8e9, "Llama 4 Scout": 107.8e9,
+    "Qwen3-Next 80B A3B": 79.7e9, "gpt-oss 20B": 20.9e9, "gpt-oss 120B": 116.8e9, "Llama 4 Scout": 107.8e9,
 }  # fmt: skip
 """As the model cards have them."""
 

@@ -16,7 +16,12 @@ from tests.parity.conftest import Reference
 from tests.parity.test_engine import prompts_of
 from tests.support.engines.engine_run import answer, greedy, make_engine
 from tests.support.models.allowed_ids import pack_ids
-from tests.support.models.checkpoints import VARIANTS, reference_greedy, reference_model
+from tests.support.models.checkpoints import (
+    VARIANTS,
+    WITH_STATES,
+    reference_greedy,
+    reference_model,
+)
 
 pair_module = pytest.importorskip(
     "tests.support.engines.pair", reason="needs the native module: make setup", exc_type=ImportError
@@ -38,7 +43,7 @@ LENGTHS = [1, 2, 3, 4, 5, 7, 8, 9, 63, 64, 65, 70, 130]
         (variant, transport)
         if transport == "shm" or variant in KINDS_OF_PAGES
         else pytest.param(variant, transport, marks=pytest.mark.slow)
-        for variant in sorted(VARIANTS)
+        for variant in sorted(VARIANTS.keys() - set(WITH_STATES))
         for transport in TRANSPORTS
     ],
 )

@@ -73,10 +73,12 @@ DIVIDED_ANOTHER_WAY = [
     ("glm4-moe", 4),
     ("gemma3", 4),
     ("deepseek-v3", 4),
+    ("qwen3-next", 2),
 ]
 """One family of each way to divide tensors. Four ranks hold each of two KV heads twice, or the only one four times;
 Phi stores projections as one matrix; OLMo norms all heads of all ranks as one row; of Qwen2-MoE and GLM, some experts
-are shared by all tokens; Gemma 3 has two page groups; every rank has all latents of DeepSeek."""
+are shared by all tokens; Gemma 3 has two page groups; every rank has all latents of DeepSeek;
+Qwen3-Next has states, and gates behind queries."""
 DIVIDED_AS_ANOTHER = [
     ("llama-tied-bias", 2),
     ("qwen2", 2),

@@ -194,19 +194,24 @@ def describe_attention(
     dtype: str,
     page_tokens: int,
     scales: tuple[KvScales, ...] = (),
+    numbers: Sequence[int] | None = None,
 ) -> GroupDescriptor:
     """The group of a decoder whose layers all have the same heads, or the same latents.
 
-    Args: `scales`: of the codes of each layer's heads.
+    Args:
+        scales: of the codes of each layer's heads.
+        numbers: of the layers in the whole model; None: there are no others.
 
     Raises ValueError where they differ: one group has one shape.
     """
+    if numbers is None:
+        numbers = range(len(layers))
     latents = common_latents(layers)
     if latents is not None:
-        return describe_latents(range(len(layers)), latents, dtype=dtype, page_tokens=page_tokens)
+        return describe_latents(numbers, latents, dtype=dtype, page_tokens=page_tokens)
     heads = common_heads(layers)
     return describe_heads(
-        range(len(layers)),
+        numbers,
         range(heads.first_kv_head, heads.first_kv_head + heads.num_kv_heads),
         heads.head_dim,
         dtype=dtype,

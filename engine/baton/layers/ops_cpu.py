@@ -13,7 +13,7 @@ and ConfigError when BATON_CPU_ISA names no instruction level.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,7 +22,9 @@ from baton._native import ExpertWeights as _NativeExperts
 from baton._native import PackedHeads as _NativeHeads
 from baton._native import PackedWeight as _NativeWeight
 from baton._native import QuantizedWeight as _NativeQuantized
+from baton._native import causal_conv as _causal_conv
 from baton._native import cpu_isa as _cpu_isa
+from baton._native import gated_delta as _gated_delta
 from baton._native import multiply_clamped as _multiply_clamped
 from baton._native import multiply_gated as _multiply_gated
 from baton._native import rms_norm as _rms_norm
@@ -30,6 +32,10 @@ from baton._native import rope as _rope
 from baton._native import set_threads as set_threads
 from baton._native import sigmoid as _sigmoid
 from baton.errors import ConfigError
+
+if TYPE_CHECKING:
+    from baton.layers.recurrent_state import StateRows
+    from baton.layers.spec import DeltaSpec
 
 _BF16 = torch.bfloat16
 
@@ -330,6 +336,72 @@ def clamped_silu_mul(gate_up: Tensor, gain: float, limit: float) -> Tensor:
     layout = (gate_up.data_ptr(), gate_up.stride(0), *out.shape, out.data_ptr())
     _multiply_clamped(gate_up.dtype == _BF16, gain, limit, *layout)
     return out
+
+
+def causal_conv(x: Tensor, weight: Tensor, state: Tensor, rows: StateRows) -> Tensor:
+    taps, channels = weight.shape
+    tokens = len(x)
+    if x.shape != (tokens, channels) or x.stride(1) != 1:
+        raise ValueError(
+            f"x is {list(x.shape)} with strides {x.stride()}, not [T, {channels}] in rows"
+        )
+    out = x.new_empty((tokens, channels))
+    _causal_conv(
+        x.dtype == _BF16,
+        taps,
+        channels,
+        x.data_ptr(),
+        x.stride(0),
+        checked_address("weight", weight, torch.float32, (taps, channels)),
+        *_state_layout(state, x.dtype, (taps - 1, channels)),
+        _rows_layout(rows, tokens, len(state)),
+        out.data_ptr(),
+    )
+    return out
+
+
+def gated_delta(
+    qkv: Tensor,
+    gates: Tensor,
+    rate: Tensor,
+    bias: Tensor,
+    *,
+    sizes: DeltaSpec,
+    state: Tensor,
+    rows: StateRows,
+) -> Tensor:
+    tokens = len(qkv)
+    heads = sizes.value_heads
+    out = qkv.new_empty((tokens, sizes.value_size))
+    _gated_delta(
+        qkv.dtype == _BF16,
+        (sizes.key_heads, heads, sizes.key_dim, sizes.value_dim),
+        checked_address("qkv", qkv, qkv.dtype, (tokens, sizes.channels)),
+        checked_address("gates", gates, qkv.dtype, (tokens, 2 * heads)),
+        checked_address("rate", rate, torch.float32, (heads,)),
+        checked_address("bias", bias, torch.float32, (heads,)),
+        *_state_layout(state, torch.float32, sizes.matrix_shape),
+        _rows_layout(rows, tokens, len(state)),
+        out.data_ptr(),
+    )
+    return out
+
+
+def _state_layout(state: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Where states [slots, *shape] begin, and the elements from one to the next."""
+    return checked_address("state", state[0], dtype, shape), state.stride(0)
+
+
+def _rows_layout(rows: StateRows, tokens: int, slots: int) -> tuple[int, int, int, int, int, int]:
+    count = len(rows.slots)
+    return (
+        checked_address("starts", rows.starts, torch.int32, (count,)),
+        checked_address("ends", rows.ends, torch.int32, (count,)),
+        checked_address("slots", rows.slots, torch.int32, (count,)),
+        count,
+        tokens,
+        slots,
+    )
 
 
 def _gated_product(gate_up: Tensor, *, gelu: bool) -> Tensor:

@@ -80,6 +80,46 @@ class LatentSpec:
 LayerAttention: TypeAlias = AttentionSpec | LatentSpec
 
 
+@dataclass(frozen=True, slots=True)
+class DeltaSpec:
+    """A layer of the gated delta rule, as one rank computes it: it keeps a state per sequence, and
+    nothing per token."""
+
+    key_heads: int
+    value_heads: int
+    """Those of a key head follow each other."""
+    key_dim: int
+    value_dim: int
+    taps: int
+    """Tokens that the convolution sees."""
+
+    @property
+    def key_size(self) -> int:
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: queries, keys and values."""
+        return 2 * self.key_size + self.value_size
+
+    @property
+    def conv_shape(self) -> tuple[int, int]:
+        """The last inputs of the convolution."""
+        return (self.taps - 1, self.channels)
+
+    @property
+    def matrix_shape(self) -> tuple[int, int, int]:
+        return (self.value_heads, self.key_dim, self.value_dim)
+
+    def state_bytes(self, dtype: str) -> int:
+        """Size of a sequence's state, of which the matrix is float32. Args: `dtype`: of compute."""
+        return math.prod(self.conv_shape) * DTYPE_BYTES[dtype] + math.prod(self.matrix_shape) * 4
+
+
 def common_heads(layers: Sequence[LayerAttention]) -> AttentionSpec:
     """The heads that all layers have, without their windows and chunks.
 

@@ -34,14 +34,14 @@ CPU_POOL_MIB = 128
 says more."""
 GIB = 2**30
 _SHOWN = 8
-_OFTEN_PLAIN = ("embed", "lm_head", "router", "shared_gate")
+_OFTEN_PLAIN = ("embed", "lm_head", "router", "shared_gate", "gates", "conv")
 """Matrices that quantized checkpoints mostly leave plain, without listing them."""
 
 _LOOKED_UP = ("embed", "shared_gate")
 """Matrices that are read by row, or have one row."""
 
-_TAKEN_APART = ("kv_b",)
-"""Matrices whose parts are multiplied by each head alone, one of them transposed."""
+_TAKEN_APART = ("kv_b", "conv")
+"""Matrices whose parts are multiplied by each head or channel alone."""
 
 
 def check_checkpoint(config: EngineConfig, path: Path, nodes: int = 1) -> None:
@@ -60,13 +60,38 @@ def check_checkpoint(config: EngineConfig, path: Path, nodes: int = 1) -> None:
         quantization=config.quantization,
         kv_cache_dtype=config.kv_cache_dtype,
     )
+    if spec.states:
+        _check_states(config)
     share_of(spec, Shard(0, config.tp_size, divides_experts=config.ep_size > 1))
     weights = weight_bytes(spec)
     if config.load_format != "dummy":
         stored = check_files(spec, path)
         weights = stored.memory(spec)
     if config.device == "cpu":
-        _check_memory(config, weights, spec.kv_spec(config.page_size).token_bytes, nodes)
+        states = sum(state.state_bytes(spec.dtype) for state in spec.states)
+        token_bytes = spec.kv_spec(config.page_size).token_bytes
+        _check_memory(config, weights, token_bytes, nodes, states=states)
+
+
+def _check_states(config: EngineConfig) -> None:
+    """Raise ConfigError for what is not done with states of sequences in this version."""
+    model = "the model keeps a state per sequence, which"
+    if config.disaggregation_mode != "null":
+        raise ConfigError(
+            f"--disaggregation-mode {config.disaggregation_mode}: {model} is not sent from P to D "
+            "in this version; serve it on a single node, without the flag (baton up: "
+            "--workers 1)"
+        )
+    if config.speculative_algorithm is not None:
+        raise ConfigError(
+            f"--speculative-algorithm {config.speculative_algorithm}: {model} cannot take back the "
+            "tokens of a draft; leave the flag out"
+        )
+    if config.host_kv_gib:
+        raise ConfigError(
+            f"--host-kv-gib {config.host_kv_gib:g}: {model} is not moved to the host in this "
+            "version; leave the flag out"
+        )
 
 
 def _check_module(config: EngineConfig, path: Path, nodes: int) -> None:
@@ -164,21 +189,28 @@ def _first_file(source: StoredSource) -> Path:
     return next(iter(source.tensors.values())).file
 
 
-def _check_memory(config: EngineConfig, weights: int, token_bytes: int, nodes: int) -> None:
-    """Args: `weights`: bytes of one replica. `token_bytes`: one token's KV."""
+def _check_memory(
+    config: EngineConfig, weights: int, token_bytes: int, nodes: int, *, states: int = 0
+) -> None:
+    """Args: `weights`: bytes of one replica. `token_bytes`: one token's KV. `states`: bytes of those
+    that a sequence keeps."""
     weights *= config.dp_size
     if config.max_total_tokens:
         pools = config.max_total_tokens * token_bytes * config.dp_size
     else:
         pools = (config.kv_pool_mib or CPU_POOL_MIB) * 2**20 * config.dp_size * config.tp_size
     pools += int(config.host_kv_gib * GIB) * config.dp_size * config.tp_size
+    pools += states * config.max_running_requests * config.dp_size
+    kinds = "KV pools"
+    if states:
+        kinds += f" and states of {config.max_running_requests} sequences"
     available = available_memory()
     if available is not None and nodes * (weights + pools) > available:
         many = f"{nodes} engines need" if nodes > 1 else "the engine needs"
         raise ConfigError(
-            f"{many} {nodes * weights / GIB:.2f} GiB for weights and {nodes * pools / GIB:.2f} GiB for KV pools, but "
+            f"{many} {nodes * weights / GIB:.2f} GiB for weights and {nodes * pools / GIB:.2f} GiB for {kinds}, but "
             f"{available / GIB:.2f} GiB of memory are available; use a smaller model, another --dtype, a smaller "
-            "--kv-pool-mib, or end other programs"
+            f"--kv-pool-mib{' or --max-running-requests' if states else ''}, or end other programs"
         )
 
 

@@ -25,12 +25,14 @@ from baton.layers.attention.base import AttentionBackend, ForwardBatch
 from baton.layers.collectives import ALONE, Collectives
 from baton.layers.shard import WHOLE, Shard
 from baton.models.blocks.attention import AttentionBlock
+from baton.models.blocks.delta_net import DeltaBlock
 from baton.models.blocks.mla import MlaBlock
 from baton.models.blocks.mlp import MlpBlock
 from baton.models.blocks.moe import MoeBlock
 from baton.models.blocks.norm import NormBlock
 from baton.models.blocks.rope import RopeTables
 from baton.models.blocks.tensors import move_tensors
+from baton.models.spec.delta_net import DeltaBlockSpec
 from baton.models.spec.mla import MlaBlockSpec
 from baton.models.spec.model import LayerSpec, ModelSpec
 from baton.models.spec.moe import MoeSpec
@@ -41,7 +43,7 @@ from baton.models.spec.rope import RopeSpec
 class DecoderLayer:
     """Blocks of a layer, and the norms around each."""
 
-    attention: AttentionBlock | MlaBlock
+    attention: AttentionBlock | MlaBlock | DeltaBlock
     mlp: MlpBlock | MoeBlock
     before_attention_norm: NormBlock | None = None
     after_attention_norm: NormBlock | None = None
@@ -53,9 +55,11 @@ class DecoderLayer:
         """Args: `spec`: of this rank's share. `tensors`: by the names of `LayerSpec.params`."""
         left = dict(tensors)
         norms = {n: NormBlock.make(spec.norms.norm, n, left) for n in spec.norms.sources}
-        attention: AttentionBlock | MlaBlock
+        attention: AttentionBlock | MlaBlock | DeltaBlock
         if isinstance(spec.attention, MlaBlockSpec):
             attention = MlaBlock.make(spec.attention, left)
+        elif isinstance(spec.attention, DeltaBlockSpec):
+            attention = DeltaBlock.make(spec.attention, left)
         else:
             attention = AttentionBlock.make(spec.attention, left, tp)
         if isinstance(spec.mlp, MoeSpec):
@@ -95,7 +99,8 @@ class DecoderWeights:
 
 
 class Decoder:
-    """A loaded model. Holds no request state: the KV lives behind the attention backend."""
+    """A loaded model. Holds no request state: the KV lives behind the attention backend, and states
+    come with a step."""
 
     def __init__(
         self,
@@ -114,6 +119,7 @@ class Decoder:
         ropes = [layer.attention.rope for layer in spec.layers]
         self._ropes = [None if rope is None else self._tables[rope] for rope in ropes]
         """The table of each layer; None where nothing turns."""
+        self._places = _number_by_kind(spec)
         factor = spec.stream.embedding_factor
         if spec.stream.rounds_embedding_factor:
             factor = float(torch.tensor(factor, dtype=ops.TORCH_DTYPES[spec.dtype]))
@@ -192,7 +198,7 @@ class Decoder:
         residual: Tensor | None = None
         for i, layer in enumerate(self.weights.layers):
             normed, residual = _enter_block(layer.before_attention_norm, x, residual)
-            attended = layer.attention.attend(i, normed, batch, attn, self._ropes[i])
+            attended = layer.attention.attend(self._places[i], normed, batch, attn, self._ropes[i])
             if (
                 i == last and len(batch.sample_index) == 0
             ):  # CUDA refuses to launch a kernel over no rows
@@ -269,10 +275,23 @@ def _enter_block(
     return norm.add(x, residual)
 
 
+def _number_by_kind(spec: ModelSpec) -> list[int]:
+    """Number of each layer among those with pages, or among those with a state."""
+    numbers = []
+    counts = {False: 0, True: 0}
+    for layer in spec.layers:
+        has_state = isinstance(layer.attention, DeltaBlockSpec)
+        numbers.append(counts[has_state])
+        counts[has_state] += 1
+    return numbers
+
+
 def _make_rope_tables(spec: ModelSpec) -> dict[RopeSpec, RopeTables]:
     """Make one table for all layers that turn alike."""
     tables: dict[RopeSpec, RopeTables] = {}
     for layer in spec.layers:
+        if isinstance(layer.attention, DeltaBlockSpec):
+            continue
         rope = layer.attention.rope
         if rope is not None and rope not in tables:
             tables[rope] = RopeTables(rope, layer.attention.rotated_dim, spec.max_context)

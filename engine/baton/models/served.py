@@ -9,7 +9,7 @@ from torch import Tensor
 
 from baton.layers.attention.base import AttentionBackend, ForwardBatch
 from baton.layers.kv_spec import KVSpec
-from baton.layers.spec import LayerAttention
+from baton.layers.spec import DeltaSpec, LayerAttention
 
 
 class ServedSpec(Protocol):
@@ -25,7 +25,11 @@ class ServedSpec(Protocol):
 
     @property
     def attention(self) -> tuple[LayerAttention, ...]:
-        """Attention of each layer, for a backend."""
+        """Attention of each layer that has pages, for a backend."""
+
+    @property
+    def states(self) -> tuple[DeltaSpec, ...]:
+        """Of each layer that keeps a state per sequence."""
 
     @property
     def dtype(self) -> str:
@@ -43,7 +47,8 @@ class ServedSpec(Protocol):
 
 
 class ServedModel(Protocol):
-    """A loaded model. Holds no request state: the KV lives behind the attention backend."""
+    """A loaded model. Holds no request state: the KV lives behind the attention backend, and states
+    come with a step."""
 
     @property
     def spec(self) -> ServedSpec: ...

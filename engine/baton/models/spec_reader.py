@@ -37,6 +37,7 @@ from baton.models.quantized.forms import ON_LOAD_FORMS
 from baton.models.quantized.kv_scales import read_kv_scales
 from baton.models.quantized.methods import read_quantization
 from baton.models.quantized.scheme import QuantizationScheme
+from baton.models.spec.delta_net import DeltaBlockSpec
 from baton.models.spec.mla import MlaBlockSpec
 from baton.models.spec.model import LayerSpec, ModelSpec
 from baton.models.spec.moe import MoeSpec
@@ -134,6 +135,8 @@ def _check_fp8_cache(layers: tuple[LayerSpec, ...], *, on_cpu: bool) -> None:
         problem = "there are no kernels for it on a GPU in this version, only with --device cpu"
     elif any(isinstance(layer.attention, MlaBlockSpec) for layer in layers):
         problem = "latent attention keeps latents in the compute type in this version"
+    elif any(isinstance(layer.attention, DeltaBlockSpec) for layer in layers):
+        problem = "models with states of sequences keep K and V in the compute type in this version"
     if problem is not None:
         raise ConfigError(f"--kv-cache-dtype {FP8}: {problem}; use --kv-cache-dtype auto")
 
@@ -142,7 +145,10 @@ def _refuse_gpu(config: ModelConfig, architecture: str, layers: tuple[LayerSpec,
     """Raise ConfigError for blocks that have no kernels on GPUs, or have never run on one."""
     if any(isinstance(layer.attention, MlaBlockSpec) for layer in layers):
         config.refuse("architectures", [architecture], "latent attention needs --device cpu")
-    heads = [layer.attention.heads for layer in layers]
+    if any(isinstance(layer.attention, DeltaBlockSpec) for layer in layers):
+        config.refuse("architectures", [architecture], "states of sequences need --device cpu")
+    blocks = [layer.attention for layer in layers]
+    heads = [block.heads for block in blocks if not isinstance(block, DeltaBlockSpec)]
     kinds = [each for each in heads if isinstance(each, AttentionSpec)]
     if any(each.has_sinks for each in kinds):
         config.refuse("architectures", [architecture], "attention sinks need --device cpu")
@@ -168,9 +174,12 @@ def _rotate_for_context(
     resolved: dict[LayerSpec, LayerSpec] = {}
     is_long = False
     for layer in dict.fromkeys(layers):
-        rope = layer.attention.rope
+        block = layer.attention
+        resolved[layer] = layer
+        if isinstance(block, DeltaBlockSpec):
+            continue
+        rope = block.rope
         if rope is None or not rope.is_long_for(context):
-            resolved[layer] = layer
             continue
         if not is_long:
             log.info(
@@ -180,7 +189,7 @@ def _rotate_for_context(
                 context, rope.original_max_position,
             )  # fmt: skip
         is_long = True
-        attention = layer.attention.with_rope(rope.for_context(context))
+        attention = block.with_rope(rope.for_context(context))
         resolved[layer] = replace(layer, attention=attention)
     return tuple(resolved[layer] for layer in layers), is_long
 

@@ -155,6 +155,10 @@ def load_rank(
     model = placed.model
     compute = placed.device
     spec = model.spec
+    if spec.states and not config.disable_radix_cache:
+        # Pages of a prefix are of no use without the states behind it, which no cache keeps yet.
+        log.info("prefix cache: off, the model keeps a state per sequence")
+        config = replace(config, disable_radix_cache=True)
     context = _context_length(config, spec)
     pages = _requested_pages(config, spec, compute)
     memory = placed.memory
@@ -198,6 +202,8 @@ def load_rank(
         "kv_pool_bytes": pages * kv.page_bytes,
         "num_pages": pages,
     }
+    if spec.states:
+        info["state_bytes_per_sequence"] = runner.state_bytes
     return LoadedModel(config, runner, kv, layout, info, spec.max_context, host_pages, placed.group)
 
 

@@ -9,6 +9,7 @@
 //! | [`attention::append`] | new K and V of a step, scattered into the pages of the KV pool |
 //! | [`attention`] | causal attention over the pages, decode and prefill rows in one call |
 //! | [`attention::latent`] | the same over latents, which all heads share |
+//! | [`recurrent`] | layers that keep a state of one size per sequence |
 //!
 //! A call: (1) the caller (baton.runtime, through `baton._native`) has checked shapes and passes
 //! raw pointers; (2) the work is cut into items whose bounds do not depend on the number of
@@ -39,6 +40,7 @@ pub mod linear;
 mod math;
 mod memory;
 pub mod pool;
+pub mod recurrent;
 pub mod rows;
 mod simd;
 mod tile;

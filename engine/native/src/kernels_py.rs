@@ -21,7 +21,7 @@ use pyo3::exceptions::{PyOSError, PyValueError};
 use pyo3::prelude::*;
 use std::sync::Arc;
 
-fn dtype(bf16: bool) -> Dtype {
+pub(crate) fn dtype(bf16: bool) -> Dtype {
     if bf16 { Dtype::Bf16 } else { Dtype::F32 }
 }
 
@@ -29,7 +29,7 @@ fn dtype(bf16: bool) -> Dtype {
 ///
 /// # Safety
 /// They exist, are aligned, and are not written while the slice lives.
-unsafe fn slice<'a, T>(at: usize, len: usize) -> &'a [T] {
+pub(crate) unsafe fn slice<'a, T>(at: usize, len: usize) -> &'a [T] {
     if len == 0 {
         return &[];
     }
@@ -771,10 +771,10 @@ fn checked_ids<'a>(ids: usize, count: usize, outputs: usize) -> PyResult<&'a [i6
 }
 
 /// Plain data with pointers, handed to the closure that runs without the GIL.
-struct Shared<T>(T);
+pub(crate) struct Shared<T>(pub(crate) T);
 
 impl<T> Shared<T> {
-    fn get(&self) -> &T {
+    pub(crate) fn get(&self) -> &T {
         &self.0
     }
 }

@@ -13,6 +13,7 @@ mod device_py;
 mod drafts_py;
 mod kernels_py;
 mod logs_py;
+mod recurrent_py;
 mod router_py;
 mod text_py;
 mod trace_py;
@@ -24,6 +25,7 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     drafts_py::register(m)?;
     kernels_py::register(m)?;
     logs_py::register(m)?;
+    recurrent_py::register(m)?;
     router_py::register(m)?;
     text_py::register(m)?;
     trace_py::register(m)?;

@@ -57,6 +57,11 @@ _LATENT = {
 }  # fmt: skip
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
+WITH_STATES = ("qwen3-next",)
+"""Variants with a state per sequence, which single nodes serve."""
+_ADD_ONE = ("gemma", "qwen3-next")
+"""Variants whose norms multiply by 1 + weight."""
+
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-tied-bias": (
@@ -193,6 +198,20 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 8,
         },
     ),
+    "qwen3-next": (
+        "Qwen3Next",
+        {
+            **_EXPERTS,
+            "num_hidden_layers": 5,
+            "head_dim": 32,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 12,
+            "shared_expert_intermediate_size": 48,
+            "attention_bias": True,
+        },
+    ),
     "glm4-moe": (
         "Glm4Moe",
         {
@@ -318,8 +337,9 @@ def make_checkpoint(
             if name.endswith("inv_freq"):
                 continue
             noise = torch.empty(parameter.shape).normal_(0, 0.15, generator=generator)
-            # Gemma's classes add the 1 themselves.
-            is_near_one = name.endswith("norm.weight") and not variant.startswith("gemma")
+            # Some classes add the 1 themselves.
+            is_near_one = name.endswith("norm.weight") and not variant.startswith(_ADD_ONE)
+            is_near_one |= name.endswith("linear_attn.norm.weight")
             parameter.copy_(noise + 1 if is_near_one else noise)
     model.to(getattr(torch, dtype)).save_pretrained(path, max_shard_size=max_shard_size)
     write_tokenizer(path)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 
 from baton.layers.attention import make_backend
 from baton.layers.attention.base import AttentionBackend, ForwardBatch, PageTable
 from baton.layers.kv_pool import make_pool
+from baton.layers.recurrent_state import StatePool
 from baton.models.decoder import Decoder
 from tests.support.kernels.attention_batch import AttentionRow, build_batch
+
+_SLOTS = 8
 
 
 @dataclass
@@ -20,6 +24,8 @@ class Sequence:
     pages: list[int]
     further: list[list[int]] = field(default_factory=list)
     """Pages by table of the pool behind table 0; those left behind are another's by now."""
+    slot: int = 0
+    """Of its states, where layers have some."""
     computed: int = 0
     out: list[int] = field(default_factory=list)
 
@@ -46,6 +52,13 @@ class ModelLoop:
         self.kv = make_pool(spec, num_pages, native=False)
         self.kv.data.fill_(torch.nan)
         self.attn = make_backend(backend, decoder.spec.attention, self.kv)
+        self._states: StatePool | None = None
+        if decoder.spec.states:
+            self._states = StatePool(decoder.spec.states, self.kv.compute_dtype, _SLOTS)
+            for layer in self._states.layers:
+                layer.conv.fill_(torch.nan)
+                layer.matrix.fill_(torch.nan)
+        self._free_slots = list(range(_SLOTS))
         self._free = list(range(self.kv.num_pages))
         random.Random(page_size).shuffle(self._free)
 
@@ -53,9 +66,10 @@ class ModelLoop:
         """A sequence with pages for its prompt and `room` more tokens."""
         count = -(-(len(prompt) + room) // self.page_size)
         tables = [[self._free.pop() for _ in range(count)] for _ in range(1 + len(self._rules))]
-        return Sequence(list(prompt), tables[0], tables[1:])
+        return Sequence(list(prompt), tables[0], tables[1:], self._free_slots.pop())
 
     def release(self, seq: Sequence) -> None:
+        self._free_slots.append(seq.slot)
         self._leave_behind(seq, len(seq.pages))
         self._free.extend(seq.pages)
 
@@ -94,7 +108,14 @@ class ModelLoop:
             rows = [row(seq, n, seq.further[table]) for seq, n in work]
             same = build_batch(rows, self.page_size)
             further.append(PageTable(same.slot_mapping, same.page_indices))
-        return replace(batch, further=tuple(further))
+        states = None
+        if self._states is not None:
+            states = self._states.begin_rows(
+                np.array([seq.slot for seq, _ in work]),
+                np.array([seq.computed for seq, _ in work]),
+                np.array([n for _, n in work]),
+            )
+        return replace(batch, further=tuple(further), states=states)
 
     def step(self, work: list[tuple[Sequence, int]]) -> None:
         """Compute, and append the likeliest token to every sequence whose known tokens are all computed."""

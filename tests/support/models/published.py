@@ -138,6 +138,16 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "use_sliding_window": False, "num_experts": 128, "num_experts_per_tok": 8,
         "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
     },
+    "Qwen3-Next 80B A3B": {
+        "architectures": ["Qwen3NextForCausalLM"], "hidden_size": 2048, "intermediate_size": 5120, "head_dim": 256,
+        "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 2, "vocab_size": 151936,
+        "max_position_embeddings": 262144, "rope_theta": 10000000, "rope_scaling": None, "attention_bias": False,
+        "partial_rotary_factor": 0.25, "full_attention_interval": 4, "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32, "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512, "norm_topk_prob": True, "decoder_sparse_step": 1,
+        "mlp_only_layers": [], "rms_norm_eps": 1e-06,
+    },
     "GLM-4.5-Air": {
         "architectures": ["Glm4MoeForCausalLM"], "hidden_size": 4096, "intermediate_size": 10944, "head_dim": 128,
         "num_hidden_layers": 46, "num_attention_heads": 96, "num_key_value_heads": 8, "vocab_size": 151552,

@@ -26,6 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from baton.layers.recurrent_state import StepStates
 from baton.layers.spec import common_heads
 
 if TYPE_CHECKING:
@@ -86,6 +87,8 @@ class ForwardBatch:
     """Tables 1, 2, ... of the pool (kv_spec.LayerPlace); the fields above are of table 0."""
     is_padding: Tensor | None = None
     """bool [T]: rows that fill up a recorded step; None: there are none."""
+    states: StepStates | None = None
+    """Of layers that keep a state per sequence; None: no layer does."""
 
     @property
     def tables(self) -> tuple[PageTable, ...]:

@@ -91,6 +91,7 @@ class AttentionBlock:
             # Blocks that the kernel lacks are refused on its devices (`spec_reader`).
             assert rope is not None
             assert not self.spec.norms_all_heads
+            assert not self.spec.has_output_gate
             paged = cast("PagedAttention", attn)
             store_heads(
                 heads,
@@ -103,7 +104,15 @@ class AttentionBlock:
                 batch.slot_mapping,
             )
             return paged.attend(layer, heads[:, : spec.num_heads], self.sinks)
-        q, k, v = heads.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
+        q, k, v, gates = heads.split(
+            (
+                spec.num_heads,
+                spec.num_kv_heads,
+                spec.num_kv_heads,
+                spec.num_heads if self.spec.has_output_gate else 0,
+            ),
+            dim=1,
+        )
         if self.q_norm is not None and self.k_norm is not None:
             if self.spec.norms_all_heads:
                 q, k = self._norm_all_heads(q, k, self.q_norm, self.k_norm)
@@ -132,7 +141,10 @@ class AttentionBlock:
             steps = torch.floor((batch.positions.float() + 1.0) / temperature.scale)
             factors = torch.log1p(steps) * temperature.factor + 1.0
             q = (q * factors[:, None, None]).to(q.dtype)
-        return attn.forward(layer, q, k, v, self.sinks)
+        results = attn.forward(layer, q, k, v, self.sinks)
+        if self.spec.has_output_gate:
+            results = results * ops.sigmoid(gates.flatten(1))
+        return results
 
     def _norm_all_heads(
         self, q: Tensor, k: Tensor, q_norm: NormBlock, k_norm: NormBlock

@@ -46,7 +46,7 @@ class MoeBlock:
     down_bias: list[Tensor] = field(default_factory=list)
     """[hidden] of each expert that the rank has, where this rank adds it."""
     shared: MlpBlock | None = None
-    shared_gate: Tensor | None = None
+    shared_gate: ops.Matrix | None = None
     """[1, hidden]"""
     token_counts: Tensor = field(init=False)
     """How many tokens chose each expert, in all steps so far: int64 [experts]."""
@@ -90,6 +90,9 @@ class MoeBlock:
             self.kernel = ops.pack_experts(self.gate_up, self.down, first_expert)
         if self.shared is not None:
             self.shared.pack()
+        # A plain product has other bits in another batch.
+        if self.shared_gate is not None:
+            self.shared_gate = ops.pack_weight(self.shared_gate)
 
     def forward(self, x: Tensor, is_padding: Tensor | None = None) -> Tensor:
         """x [T, hidden]: this rank's part of the result [T, hidden]; parts of all ranks are to be

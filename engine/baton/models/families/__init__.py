@@ -29,6 +29,7 @@ from baton.models.families.qwen2 import Qwen2Family
 from baton.models.families.qwen2_moe import Qwen2MoeFamily
 from baton.models.families.qwen3 import Qwen3Family
 from baton.models.families.qwen3_moe import Qwen3MoeFamily
+from baton.models.families.qwen3_next import Qwen3NextFamily
 from baton.models.families.seed_oss import SeedOssFamily
 from baton.models.families.smollm3 import SmolLM3Family
 
@@ -49,6 +50,7 @@ _ALL: tuple[ModelFamily, ...] = (
     PhimoeFamily(),
     Qwen2MoeFamily(),
     Qwen3MoeFamily(),
+    Qwen3NextFamily(),
     Glm4MoeFamily(),
     DeepseekV2Family(),
     DeepseekV3Family(),

@@ -14,6 +14,7 @@ from baton.models.spec.tensors import (
     TensorAxis,
     fused_rows,
     make_param,
+    rows_by_kind,
     scale_slice,
     whole_axis,
 )
@@ -30,7 +31,7 @@ class QueryTemperature:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBlockSpec:
-    """Grouped queries: qkv = [q_proj; k_proj; v_proj], then o."""
+    """Grouped queries: qkv = [q_proj; k_proj; v_proj], and gates, then o."""
 
     heads: AttentionSpec
     rope: RopeSpec | None
@@ -50,6 +51,9 @@ class AttentionBlockSpec:
     """Of queries that do not turn."""
     is_fused: bool = False
     """Checkpoints hold q, k and v in one tensor, `qkv_proj`; it has no bias."""
+    has_output_gate: bool = False
+    """Results are multiplied by the sigmoid of a gate. Checkpoints hold those of a head behind its
+    query, in q_proj; ours come behind v."""
 
     @property
     def rotated_dim(self) -> int:
@@ -75,8 +79,16 @@ class AttentionBlockSpec:
         hidden = whole_axis(hidden_size)
         rows_of = {"q_proj": q, "k_proj": kv, "v_proj": kv}
 
-        def named(kind: str) -> dict[str, TensorAxis]:
-            return {f"{prefix}self_attn.{name}.{kind}": rows for name, rows in rows_of.items()}
+        def named(kind: str) -> list[tuple[str, TensorAxis]]:
+            rows = [(f"{prefix}self_attn.{name}.{kind}", axis) for name, axis in rows_of.items()]
+            if not self.has_output_gate:
+                return rows
+            kinds = (heads.head_dim, heads.head_dim)
+            queries_and_gates = rows_by_kind(
+                rows[0][0], kinds, groups=heads.num_heads, own=own_heads
+            )
+            own = len(queries_and_gates) // 2
+            return [*queries_and_gates[:own], *rows[1:], *queries_and_gates[own:]]
 
         if self.is_fused:
             fused = fused_rows(f"{prefix}self_attn.qkv_proj.weight", (q, kv, kv))
@@ -100,7 +112,8 @@ class AttentionBlockSpec:
 
     def num_parameters(self, hidden_size: int) -> int:
         """Weights that are multiplied, biases and norms left out."""
-        return hidden_size * 2 * (self.heads.q_size + self.heads.kv_size)
+        gates = self.heads.q_size if self.has_output_gate else 0
+        return hidden_size * (2 * (self.heads.q_size + self.heads.kv_size) + gates)
 
     def share(self, shard: Shard) -> AttentionBlockSpec:
         """The block as one rank computes it."""

@@ -14,10 +14,11 @@ from typing import NamedTuple
 from baton.errors import ConfigError
 from baton.layers.kv_spec import FP8, KvScales, KVSpec, describe_attention
 from baton.layers.shard import MAX_SIZE, WHOLE, Shard
-from baton.layers.spec import DTYPE_BYTES, KernelShapes, LayerAttention, common_heads
+from baton.layers.spec import DTYPE_BYTES, DeltaSpec, KernelShapes, LayerAttention, common_heads
 from baton.models.quantized.forms import OnLoadForm
 from baton.models.quantized.scheme import QuantizationScheme
 from baton.models.spec.attention import AttentionBlockSpec
+from baton.models.spec.delta_net import DeltaBlockSpec
 from baton.models.spec.mla import MlaBlockSpec
 from baton.models.spec.mlp import MlpSpec
 from baton.models.spec.moe import MoeSpec
@@ -33,7 +34,8 @@ class LayerSpec:
     """Attention, then MLP or mixture of experts, each added to the residual stream, with norms
     around them."""
 
-    attention: AttentionBlockSpec | MlaBlockSpec
+    attention: AttentionBlockSpec | MlaBlockSpec | DeltaBlockSpec
+    """Or what takes its place: a block that keeps a state per sequence."""
     mlp: MlpSpec | MoeSpec
     norms: LayerNormsSpec
 
@@ -110,13 +112,31 @@ class ModelSpec:
 
     @property
     def attention(self) -> tuple[LayerAttention, ...]:
-        """Attention of each layer, for a backend."""
-        return tuple(layer.attention.heads for layer in self.layers)
+        """Attention of each layer that has pages, for a backend."""
+        blocks = (layer.attention for layer in self.layers)
+        return tuple(block.heads for block in blocks if not isinstance(block, DeltaBlockSpec))
+
+    @property
+    def paged_layers(self) -> list[int]:
+        """Numbers of the layers that have pages."""
+        return [
+            number
+            for number, layer in enumerate(self.layers)
+            if not isinstance(layer.attention, DeltaBlockSpec)
+        ]
+
+    @property
+    def states(self) -> tuple[DeltaSpec, ...]:
+        """Of each layer that keeps a state per sequence."""
+        blocks = (layer.attention for layer in self.layers)
+        return tuple(block.delta for block in blocks if isinstance(block, DeltaBlockSpec))
 
     def kv_spec(self, page_size: int) -> KVSpec:
         """The page groups of a pool with `page_size` tokens a page."""
         dtype = FP8 if self.kv_scales else self.dtype
-        group = describe_attention(self.attention, dtype, page_size, self.kv_scales)
+        group = describe_attention(
+            self.attention, dtype, page_size, self.kv_scales, self.paged_layers
+        )
         return KVSpec((group,), self.dtype)
 
     @property
@@ -187,6 +207,10 @@ def weight_bytes(spec: ModelSpec, shard: Shard = WHOLE) -> int:
     )
 
 
+_DRAFT_PREFIX = "mtp."
+"""Of layers that predict further tokens, where they do not follow the others."""
+
+
 def is_ignorable(spec: ModelSpec, source: str) -> bool:
     """Tell tensors that no rank reads although a checkpoint has them.
 
@@ -195,7 +219,9 @@ def is_ignorable(spec: ModelSpec, source: str) -> bool:
     """
     if source.endswith("rotary_emb.inv_freq") or (spec.tied and source == "lm_head.weight"):
         return True
-    return spec.has_draft_layers and _layer_number(source) >= spec.num_layers
+    if not spec.has_draft_layers:
+        return False
+    return source.startswith(_DRAFT_PREFIX) or _layer_number(source) >= spec.num_layers
 
 
 def _layer_number(source: str) -> int:

@@ -103,6 +103,25 @@ def fused_rows(source: str, axes: Sequence[TensorAxis]) -> list[tuple[str, Tenso
     return rows
 
 
+def rows_by_kind(
+    source: str, sizes: tuple[int, ...], *, groups: int, own: slice
+) -> list[tuple[str, TensorAxis]]:
+    """Rows of a tensor that has `groups` groups of rows of several kinds, reordered: those of the
+    first kind in all of a rank's groups, then those of the second.
+
+    Args: `sizes`: rows of each kind in a group.
+    """
+    group_size = sum(sizes)
+    rows = []
+    first = 0
+    for size in sizes:
+        for group in range(own.start, own.stop):
+            start = group * group_size + first
+            rows.append((source, TensorAxis(groups * group_size, slice(start, start + size))))
+        first += size
+    return rows
+
+
 def make_param(
     name: str,
     rows_of: Mapping[str, TensorAxis] | Sequence[tuple[str, TensorAxis]],

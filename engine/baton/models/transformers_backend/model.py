@@ -28,7 +28,7 @@ from baton.errors import ConfigError
 from baton.layers.attention.base import AttentionBackend, ForwardBatch
 from baton.layers.kv_spec import FP8, KvScales, KVSpec, describe_attention
 from baton.layers.ops import TORCH_DTYPES
-from baton.layers.spec import AttentionSpec, common_heads
+from baton.layers.spec import AttentionSpec, DeltaSpec, common_heads
 from baton.models.config_file import read_model_config
 from baton.models.quantized.kv_scales import read_kv_scales
 from baton.models.spec_reader import (
@@ -59,6 +59,10 @@ class ForeignSpec:
     num_parameters: int
     kv_scales: tuple[KvScales, ...] = ()
     """By layer, for a KV cache of FP8 codes; empty: it is kept in the compute type."""
+
+    states: tuple[DeltaSpec, ...] = ()
+    """No layer keeps a state per sequence: modules that have some are refused
+    (`transformers_backend.choice`)."""
 
     @property
     def num_layers(self) -> int:

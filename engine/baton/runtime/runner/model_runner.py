@@ -10,8 +10,9 @@ With tensor parallelism the first rank executes plans and tells the others each 
 (runtime.runner.step_inputs), before it computes its own part; they run `execute_remote`.
 
 Per slot it keeps the state that plans leave out: the page table (plans carry only its growth), the
-last sampled token (the token table that lets step n+1 be planned before step n's tokens are known)
-and the sampler's view of the sequence.
+last sampled token (the token table that lets step n+1 be planned before step n's tokens are known),
+the sampler's view of the sequence, and the states of layers that have some
+(layers.recurrent_state).
 
 Not thread-safe: one thread calls `execute` or `execute_remote`, in plan order.
 """
@@ -32,6 +33,7 @@ from torch import Tensor
 
 from baton.layers.attention.base import AttentionBackend, ForwardBatch, PageTable
 from baton.layers.kv_pool import KvTensors, copy_pages
+from baton.layers.recurrent_state import StatePool
 from baton.models.served import ServedModel
 from baton.runtime.grammar.store import GrammarStore
 from baton.runtime.grammar.token_masks import MaskFiller
@@ -90,6 +92,10 @@ class ModelRunner:
         """Page tables of the further page groups: [slots, pages of tokens, width]. Entries of pages
         that no row sees any more are those of the last owner of the slot.
         """
+        self._states: StatePool | None = None
+        """Of layers that keep a state per sequence, where there are some."""
+        if model.spec.states:
+            self._states = StatePool(model.spec.states, kv.compute_dtype, max_slots)
         self._last_token: NDArray[np.int64] = np.full(max_slots, UNKNOWN_TOKEN, np.int64)
         self._sample_rows: list[SampleRow | None] = [None] * max_slots
         self._prompts = PromptTable()
@@ -103,6 +109,11 @@ class ModelRunner:
     def expert_counts(self) -> list[Tensor]:
         """How many tokens chose each expert so far, by layer that has experts: int64 [experts]."""
         return self._model.expert_counts()
+
+    @property
+    def state_bytes(self) -> int:
+        """Size of a sequence's states; 0 for models without."""
+        return 0 if self._states is None else self._states.slot_bytes
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult | LaunchedStep:
@@ -346,6 +357,9 @@ class ModelRunner:
         )
 
     def _make_batch(self, step: StepInputs, indices: StepArrays) -> ForwardBatch:
+        states = None
+        if self._states is not None:
+            states = self._states.begin_rows(step.slots, step.starts, step.lengths)
         return ForwardBatch(
             token_ids=torch.from_numpy(indices.token_ids),
             positions=torch.from_numpy(indices.positions),
@@ -362,4 +376,5 @@ class ModelRunner:
                 PageTable(torch.from_numpy(slots), torch.from_numpy(pages))
                 for slots, pages in indices.further
             ),
+            states=states,
         )

@@ -1,0 +1,106 @@
+"""States of sequences: the same bits in every cut of a prompt and every batch, and transformers' tokens whatever
+interrupts a request."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.parity.conftest import Reference
+from tests.parity.test_engine import prompts_of
+from tests.parity.test_preempted_tokens import storm
+from tests.support.engines.engine_run import answer, greedy, make_engine
+from tests.support.models.checkpoints import reference_greedy
+from tests.support.models.model_loop import ModelLoop
+from tests.support.models.whole_model import load_model
+
+pytest.importorskip("baton._native", reason="the native module is not built")
+
+VARIANT = "qwen3-next"
+STEPS = 16
+LONG_ANSWER = 200
+LENGTHS = [1, 3, 4, 5, 63, 64, 65, 70, 130]
+"""Around taps of the convolution, pages, chunks, and the 64 tokens of transformers' chunked form."""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_have_the_same_bits_token_by_token_and_in_any_chunks_and_pages(
+    reference: Callable[[str], Reference], dtype: str
+) -> None:
+    """Decode is a chunk of one token: an answer that is computed again from its tokens goes on as it would have."""
+    model = load_model(reference(VARIANT).path, dtype=dtype)
+    model.pack()
+    prompt = prompts_of(random.Random(1), [150])[0]
+    whole = ModelLoop(model, "cpu", 16).prompt_logits(prompt, 1000)
+    for page_size, chunk in ((1, 7), (4, 1), (64, 64), (16, 33)):
+        logits = ModelLoop(model, "cpu", page_size).prompt_logits(prompt, chunk)
+        assert torch.equal(logits, whole), (page_size, chunk)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_of_a_batch_have_the_bits_of_single_rows(
+    reference: Callable[[str], Reference], dtype: str
+) -> None:
+    model = load_model(reference(VARIANT).path, dtype=dtype)
+    model.pack()
+    prompts = prompts_of(random.Random(2), [1, 5, 40, 70])
+    loop = ModelLoop(model, "cpu", 4)
+    seqs = [loop.start(prompt, 1) for prompt in prompts]
+    together = loop.decoder.forward(loop.batch([(seq, len(seq.tokens)) for seq in seqs]), loop.attn)
+    for row, prompt in enumerate(prompts):
+        alone = ModelLoop(model, "cpu", 4).prompt_logits(prompt, 1000)[-1]
+        assert torch.equal(together[row], alone), f"row {row}"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"page_size": 1, "chunked_prefill_size": 7},
+        {"attention_backend": "torch"},
+        {"disable_overlap_schedule": True},
+        {"max_running_requests": 2, "chunked_prefill_size": 12},
+        {"max_total_tokens": 240, "schedule_conservativeness": 0.05},
+    ],
+    ids=str,
+)
+def test_engine_equals_transformers(
+    reference: Callable[[str], Reference], flags: dict[str, object]
+) -> None:
+    ref = reference(VARIANT)
+    prompts = prompts_of(random.Random(3), LENGTHS)
+    want = [reference_greedy(ref.model, p, STEPS) for p in prompts]
+    engine = make_engine(ref.path, **flags)
+    assert answer(engine, prompts, greedy(STEPS)) == want
+    again = answer(engine, prompts[::-1], greedy(STEPS), stagger=2)
+    assert again == want[::-1], "slots have states of other sequences"
+    assert sum(engine.sched.hit_tokens.values()) == 0, "no state is kept behind a prefix"
+    if "max_total_tokens" in flags:
+        assert engine.sched.report.counters()["retractions_total"] > 0
+    engine.sched.ledger().check_idle(engine.sched.limits.num_pages)
+    engine.close()
+
+
+@pytest.mark.parametrize("mode", ["cache", "recompute"])
+def test_suspended_and_resumed_the_tokens_are_transformers(
+    reference: Callable[[str], Reference], mode: str
+) -> None:
+    ref = reference(VARIANT)
+    prompts = prompts_of(random.Random(3), LENGTHS)
+    want = [reference_greedy(ref.model, p, STEPS) for p in prompts]
+    engine = make_engine(ref.path, page_size=16, chunked_prefill_size=64, preemption_mode=mode)
+    assert answer(engine, prompts, greedy(STEPS), disturb=storm(engine, random.Random(4))) == want
+    assert engine.sched.report.counters()["suspensions_total"] > 5
+    engine.sched.ledger().check_idle(engine.sched.limits.num_pages)
+    engine.close()
+
+
+def test_long_answers_equal_transformers(reference: Callable[[str], Reference]) -> None:
+    ref = reference(VARIANT)
+    prompts = prompts_of(random.Random(5), [9, 100])
+    engine = make_engine(ref.path, chunked_prefill_size=48)
+    want = [reference_greedy(ref.model, p, LONG_ANSWER) for p in prompts]
+    assert answer(engine, prompts, greedy(LONG_ANSWER)) == want
+    engine.close()
