@@ -39,7 +39,7 @@ class Reference:
     @cached_property
     def logits(self) -> list[torch.Tensor]:
         """Per prompt, [len, vocab]."""
-        # Made outside: tensors of a model that is loaded in inference mode could not be changed later.
+        # Made outside, because tensors of a model loaded in inference mode cannot be changed.
         model = self.model
         with torch.inference_mode():
             return [model(torch.tensor([prompt])).logits[0] for prompt in self.prompts]

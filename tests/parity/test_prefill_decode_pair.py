@@ -32,7 +32,7 @@ DEMO = Path(baton.models.__file__).parent / "demo"
 STEPS = 16
 TRANSPORTS = ["shm", "tcp", "gloo"]
 KINDS_OF_PAGES = {"llama", "gemma3", "deepseek-v3"}
-"""Heads in one page group, heads in two, and latents: over each transport also in the fast suite."""
+"""Heads in one page group, heads in two, and latents, over each transport in the fast suite."""
 LENGTHS = [1, 2, 3, 4, 5, 7, 8, 9, 63, 64, 65, 70, 130]
 """Page boundaries (4) and chunk boundaries (64), one less and one more, and several chunks."""
 

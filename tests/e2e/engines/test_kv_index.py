@@ -1,4 +1,5 @@
-"""The router's index of what engines announce: what it expects in their caches is what they then count as cached.
+"""The router's index of what engines announce: what it expects in their caches is what they count
+as cached.
 
 The engines simulate their devices: their schedulers cache, announce and count.
 """

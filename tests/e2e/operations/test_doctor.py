@@ -1,7 +1,7 @@
 """`baton doctor --fleet` and `baton top` on a real router, P and D: a healthy fleet passes, each fault is named.
 
-The engines simulate their devices. Those whose ranks do not matter for a fault are real fronts with the ranks of
-tests/support/processes/fake_rank.py.
+The engines simulate their devices. Those whose ranks do not matter for a fault are real fronts with
+the ranks of tests/support/processes/fake_rank.py.
 """
 
 from __future__ import annotations
