@@ -13,7 +13,6 @@ from tests.parity.conftest import Reference
 from tests.parity.test_engine import prompts_of
 from tests.parity.test_preempted_tokens import storm
 from tests.support.engines.engine_run import answer, greedy, make_engine
-from tests.support.models.checkpoints import reference_greedy
 from tests.support.models.model_loop import ModelLoop
 from tests.support.models.whole_model import load_model
 
@@ -71,7 +70,7 @@ def test_engine_equals_transformers(
 ) -> None:
     ref = reference(VARIANT)
     prompts = prompts_of(random.Random(3), LENGTHS)
-    want = [reference_greedy(ref.model, p, STEPS) for p in prompts]
+    want = ref.answers(prompts, STEPS)
     engine = make_engine(ref.path, **flags)
     assert answer(engine, prompts, greedy(STEPS)) == want
     again = answer(engine, prompts[::-1], greedy(STEPS), stagger=2)
@@ -89,7 +88,7 @@ def test_suspended_and_resumed_the_tokens_are_transformers(
 ) -> None:
     ref = reference(VARIANT)
     prompts = prompts_of(random.Random(3), LENGTHS)
-    want = [reference_greedy(ref.model, p, STEPS) for p in prompts]
+    want = ref.answers(prompts, STEPS)
     engine = make_engine(ref.path, page_size=16, chunked_prefill_size=64, preemption_mode=mode)
     assert answer(engine, prompts, greedy(STEPS), disturb=storm(engine, random.Random(4))) == want
     assert engine.sched.report.counters()["suspensions_total"] > 5
@@ -101,6 +100,6 @@ def test_long_answers_equal_transformers(reference: Callable[[str], Reference]) 
     ref = reference(VARIANT)
     prompts = prompts_of(random.Random(5), [9, 100])
     engine = make_engine(ref.path, chunked_prefill_size=48)
-    want = [reference_greedy(ref.model, p, LONG_ANSWER) for p in prompts]
+    want = ref.answers(prompts, LONG_ANSWER)
     assert answer(engine, prompts, greedy(LONG_ANSWER)) == want
     engine.close()
