@@ -8,10 +8,16 @@
 //!   behind the prompt, so it is proposed from the first token on;
 //! * recent answers of its group: calls, headings and phrases that agents repeat.
 //!
-//! Among equally long matches the first of these texts wins, and within a text the newest place:
-//! what was written last is what an edit left. (Rewriting 120 files of this repository with some
-//! names changed, the newest place was right for 0.1 to 0.4 % more tokens than the most frequent
-//! continuation, and needs no counts.)
+//! Among equally long matches the first of these texts wins, and within a text the newest place,
+//! which needs no counts. Measured with 14 files of this repository, each rewritten from a commit to
+//! the next, at most 8 drafted tokens and matches from 2 tokens on (demo tokenizer), in tokens per
+//! step:
+//!
+//! ```text
+//!                               newest   most frequent   oldest
+//! the older version is there    7.59     7.61            7.65
+//! it is not                     1.39     1.39            1.37
+//! ```
 //!
 //! Life of a request: `start`, then `append` and `propose` in turns, then `finish`, by which its
 //! answer joins the store. A request that was never started has no drafts, and `append` and
@@ -152,13 +158,13 @@ enum MatchedText<'a> {
     Other(&'a SuffixIndex),
 }
 
-/// The prediction as a text behind the prompt, of which the part that can match is kept.
+/// The prediction as a text behind the prompt, of which the part that can match is kept. Places in
+/// that part are in the request's own text too, which comes first.
 fn predicted(prompt: &[i32], prediction: &[i32], min_match: usize) -> SearchedText {
     let end_of_prompt = &prompt[prompt.len().saturating_sub(MATCH_LIMIT)..];
     let mut index = SuffixIndex::new(min_match);
     index.extend(end_of_prompt);
     index.extend(prediction);
-    index.hide_before(end_of_prompt.len());
     SearchedText { index, last: None }
 }
 

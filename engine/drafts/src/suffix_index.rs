@@ -21,12 +21,13 @@
 
 use std::mem;
 
-/// Tokens of a match that are compared. What agrees in so many is followed by the same text with
-/// few exceptions (98 of 100 in code), and a search costs at most so many comparisons per place.
+/// Tokens of a match that are compared. Where so many agreed, the next token was right 999 times of
+/// 1000 (the measurement in [`ngram`](crate::ngram)); 16 cost 1 % of the tokens per step, and no
+/// limit gains nothing.
 pub const MATCH_LIMIT: usize = 64;
 
-/// Places that one search looks at, newest first. Spaces and line ends of a long program occur
-/// thousands of times; a context that has gone on for a few tokens more occurs rarely.
+/// Places that one search looks at, newest first. All places give no more tokens per step there,
+/// and 64 places 0.4 % fewer.
 pub const MAX_CANDIDATES: usize = 256;
 
 /// No place. Texts of more tokens than this have no places behind it.
@@ -53,7 +54,7 @@ pub struct SuffixMatch {
 pub struct SuffixIndex {
     min_match: usize,
     tokens: Vec<i32>,
-    /// Places before this one are not found.
+    /// Places before this one are discarded, and not found.
     first: usize,
     /// Hash → newest place with it. Its length is a power of two, at least that of `tokens`.
     heads: Vec<u32>,
@@ -89,20 +90,15 @@ impl SuffixIndex {
         }
     }
 
-    /// Let no search find a place before `place`. Matches still compare tokens before it.
-    pub fn hide_before(&mut self, place: usize) {
-        self.first = place.min(self.tokens.len());
-    }
-
-    /// Whether everything is hidden.
+    /// Whether everything is discarded.
     pub fn is_empty(&self) -> bool {
         self.first == self.tokens.len()
     }
 
-    /// Forget the first `count` tokens of those not hidden. Places may move: matches found before
-    /// are void. Amortized cost per token: one insertion.
+    /// Forget the first `count` tokens of the rest. Places may move: matches found before are void.
+    /// Amortized cost per token: one insertion.
     pub fn discard(&mut self, count: usize) {
-        self.hide_before(self.first.saturating_add(count));
+        self.first = self.tokens.len().min(self.first.saturating_add(count));
         // Removed when they are the greater part, because the rest is linked again.
         if self.first <= self.tokens.len() / 2 {
             return;
@@ -167,7 +163,7 @@ impl SuffixIndex {
         let mut candidate = self.heads[self.head_of(context)?];
         for _ in 0..MAX_CANDIDATES {
             let place = candidate as usize;
-            // Lists go from newer to older places: all further ones are hidden too.
+            // Lists go from newer to older places: all further ones are discarded too.
             if candidate == NONE || place < self.first {
                 break;
             }

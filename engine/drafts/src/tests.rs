@@ -426,26 +426,57 @@ fn answers_of_other_groups_and_prompts_are_never_proposed() {
 #[test]
 fn answer_that_ends_while_it_is_followed_is_searched_again() {
     let mut drafter = NgramDrafter::new(2, 1000).expect("valid limits");
-    for answer in [&[1, 2, 3, 4, 5, 6][..], &[9, 2, 3, 4]] {
-        let start = DraftStart {
-            group: b"",
-            tokens: answer,
-            prompt_len: 0,
-            prediction: &[],
-        };
-        drafter.start(0, &start).expect("a start");
-        drafter.finish(0);
-    }
-    let start = DraftStart {
-        group: b"",
-        tokens: &[9, 2],
-        prompt_len: 0,
-        prediction: &[],
-    };
-    drafter.start(0, &start).expect("a start");
+    finish_answer(&mut drafter, b"", &[1, 2, 3, 4, 5, 6]);
+    finish_answer(&mut drafter, b"", &[9, 2, 3, 4]);
+    start_text(&mut drafter, 0, b"", &[9, 2]);
     assert_eq!(drafter.propose(0, 8), [3, 4]);
     drafter.append(0, &[3, 4]);
     assert_eq!(drafter.propose(0, 8), [5, 6]);
+}
+
+/// A drafter whose request 1 follows an answer in the store.
+fn drafter_with_store(store_tokens: usize) -> NgramDrafter {
+    let mut drafter = NgramDrafter::new(2, store_tokens).expect("valid limits");
+    finish_answer(&mut drafter, b"", &[1, 2, 3, 4, 5, 6]);
+    start_text(&mut drafter, 1, b"", &[5, 1, 2]);
+    assert_eq!(drafter.propose(1, 2), [3, 4]);
+    drafter
+}
+
+fn start_text(drafter: &mut NgramDrafter, handle: u64, group: &[u8], tokens: &[i32]) {
+    let start = DraftStart {
+        group,
+        tokens,
+        prompt_len: 0,
+        prediction: &[],
+    };
+    drafter.start(handle, &start).expect("a start");
+}
+
+fn finish_answer(drafter: &mut NgramDrafter, group: &[u8], answer: &[i32]) {
+    start_text(drafter, 0, group, answer);
+    drafter.finish(0);
+}
+
+#[test]
+fn answer_that_joins_store_is_found_while_another_is_followed() {
+    let mut drafter = drafter_with_store(1000);
+    finish_answer(&mut drafter, b"", &[1, 2, 7, 8]);
+    assert_eq!(drafter.propose(1, 2), [7, 8]);
+    drafter.append(1, &[3]);
+    assert_eq!(drafter.propose(1, 2), [4, 5]);
+    finish_answer(&mut drafter, b"", &[5, 1, 2, 3, 9, 9]);
+    assert_eq!(drafter.propose(1, 2), [9, 9]);
+}
+
+#[test]
+fn answer_that_left_store_is_not_proposed_while_it_is_followed() {
+    let mut drafter = drafter_with_store(3 * (6 + ANSWER_OVERHEAD));
+    finish_answer(&mut drafter, b"", &[11, 12, 13, 14, 15, 16]);
+    finish_answer(&mut drafter, b"other", &[21, 22, 23, 24, 25, 26]);
+    assert_eq!(drafter.propose(1, 2), [3, 4]);
+    finish_answer(&mut drafter, b"other", &[31, 32, 33, 34, 35, 36]);
+    assert_eq!(drafter.propose(1, 2), [0; 0]);
 }
 
 #[test]
