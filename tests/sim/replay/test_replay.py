@@ -18,6 +18,7 @@ from baton.sched.policies import POLICIES
 from baton.sched.recording import RecordingScheduler, from_plain, plan_bytes, to_plain
 from baton.sched.scheduler import Scheduler
 from baton.sched.setup import from_config
+from baton.sched.types.draft_offer import DraftOffer
 from baton.sched.types.events import AbortTransfer, GrantPages, PrefillDone
 from baton.sched.types.plan import GRAMMAR_FAILED_TOKEN, StepPlan, StepResult, TokenLogprobs
 from baton.sched.types.request import Rendezvous, SamplingParams, ValidatedRequest
@@ -26,6 +27,7 @@ from baton_ops.sim import main as sim
 GOLDEN = Path(__file__).parents[1] / "golden"
 LOOKS = {
     "next_deadline", "drain_events", "ledger", "host_ledger", "is_alive", "in_rooms", "leased", "handles",
+    "would_draft",
 }  # fmt: skip
 """Public methods of Scheduler that decide nothing. A new method belongs here or into replay.INPUTS."""
 
@@ -82,6 +84,7 @@ class Storm:
         self.closing: list[int] = []
         self.leased: list[int] = []
         self.handles = 0
+        self.drafted = 0
 
     def request(self) -> ValidatedRequest:
         rng = self.rng
@@ -167,22 +170,52 @@ class Storm:
             sched.resume(list(range(self.handles)))
         self.deliver()
         sched.expire(self.now)
+        if rng.random() < 0.4:
+            self.offer_drafts()
         plan = sched.plan(self.now)
         self.absorb()
         if plan is not None:
             self.plans.append(plan_bytes(plan))
             self.flight.append(plan)
-        while self.flight and (plan is None or len(self.flight) > 1 or rng.random() < 0.5):
-            oldest = self.flight.pop(0)
-            sampled = [row for row in oldest.rows if row.sample]
-            complete = [i for i in range(len(sampled)) if rng.random() < 0.05]
-            tokens = [
-                rng.randrange(3) if rng.random() < 0.98 else GRAMMAR_FAILED_TOKEN for _ in sampled
-            ]
-            result = StepResult(tokens, completed=frozenset(complete))
-            sched.commit(oldest, result, self.now)
-            sched.observe(oldest, rng.random(), rng.random() / 2)
+        must_commit = plan is None or bool(plan.drafted)
+        while self.flight and (must_commit or len(self.flight) > 1 or rng.random() < 0.5):
+            self.commit_oldest()
         self.absorb()
+
+    def offer_drafts(self) -> None:
+        """Once the last tokens are known."""
+        while self.flight:
+            self.commit_oldest()
+        self.absorb()
+        rng = self.rng
+        offers = [
+            DraftOffer(
+                seq.handle, len(seq.tokens),
+                array("i", [rng.randrange(3) for _ in range(rng.randint(1, 5))]), rng.random(),
+            )
+            for seq in self.sched.report.answering()
+        ]  # fmt: skip
+        self.sched.offer_drafts(offers, rng.random() / 100)
+
+    def commit_oldest(self) -> None:
+        rng = self.rng
+        plan = self.flight.pop(0)
+        self.drafted += sum(plan.drafted)
+        drafted = [*[0] * plan.num_decode, *plan.drafted]
+        sampled = [row for row in plan.rows if row.sample]
+        drafted += [0] * (len(sampled) - len(drafted))
+        runs = [rng.randint(1, 1 + drafts) for drafts in drafted]
+        complete = [i for i in range(sum(runs)) if rng.random() < 0.05]
+        tokens = [
+            rng.randrange(3) if rng.random() < 0.98 else GRAMMAR_FAILED_TOKEN
+            for _ in range(sum(runs))
+        ]
+        result = StepResult(
+            tokens, completed=frozenset(complete), runs=tuple(runs) if plan.drafted else ()
+        )
+        self.sched.commit(plan, result, self.now)
+        seconds = 0.5 + 0.01 * plan.num_tokens + rng.random() / 10
+        self.sched.observe(plan, seconds, rng.random() / 20)
 
     def run(self) -> None:
         for i in range(3000):
@@ -203,6 +236,13 @@ def test_random_runs_replay_to_identical_plans(seed: int, role: str) -> None:
     assert again == storm.plans
     assert len(storm.plans) > 30
     assert "secret" not in storm.lines[0]
+
+
+def test_the_random_runs_have_drafts() -> None:
+    storms = [Storm(seed, role) for seed in range(3) for role in ("null", "decode")]
+    for storm in storms:
+        storm.run()
+    assert sum(storm.drafted for storm in storms) > 20
 
 
 @pytest.mark.parametrize("role", ["null", "decode"])
