@@ -61,6 +61,46 @@ def test_chat_stream(client: openai.OpenAI) -> None:
     assert len({c.id for c in chunks}) == 1
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_prediction_goes_to_rank_and_counts_of_drafts_come_back(
+    client: openai.OpenAI, engine: FakeEngine, stream: bool
+) -> None:
+    options: dict[str, Any] = {"stream_options": {"include_usage": True}} if stream else {}
+    answer = client.chat.completions.create(
+        model="tiny",
+        messages=HELLO,
+        n=2,
+        stream=stream,
+        prediction={"type": "content", "content": "the relay race"},
+        extra_body=script_fields(reply="the relay", drafts=[5, 2]) | {"speculative": 4},
+        **options,
+    )
+    usage = list(answer)[-1].usage if stream else answer.usage
+    details = usage.completion_tokens_details
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (10, 4)
+    for submit in engine.ledger()["submits"][-2:]:
+        assert len(submit["prediction"]) > 1
+        assert submit["draft_limit"] == 4
+
+
+def test_answer_without_drafts_has_no_counts_of_them(
+    client: openai.OpenAI, engine: FakeEngine
+) -> None:
+    answer = client.chat.completions.create(
+        model="tiny",
+        messages=HELLO,
+        prediction={"type": "content", "content": "the relay race"},
+        extra_body=script_fields(reply="the relay"),
+    )
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens_details is None
+    client.chat.completions.create(
+        model="tiny", messages=HELLO, extra_body=script_fields(reply="the relay")
+    )
+    last = engine.ledger()["submits"][-1]
+    assert (last["prediction"], last["draft_limit"]) == ([], None)
+
+
 def test_stop_string_across_tokens_aborts_the_rank(
     client: openai.OpenAI, engine: FakeEngine
 ) -> None:

@@ -532,6 +532,7 @@ class Scheduler:
                     None,
                     stages,
                     None,
+                    None,
                 )
             )
         )

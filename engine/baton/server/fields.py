@@ -30,6 +30,7 @@ KINDS = {
 ERROR = re.compile(r"(?P<problem>.*?)(?: - at `\$\.?(?P<path>.*)`)?", re.DOTALL)
 """A message of msgspec: the problem, and the path of the field, `stop[0]` or `prefill[2].port`."""
 MISMATCH = re.compile(r"Expected `(?P<wanted>[^`]*)`, got `(?P<kind>\w+)`")
+TAKES_INTEGER = re.compile(r"Expected `[^`]*\bint\b")
 BOUND = re.compile(r"Expected `\w+` (?P<sign>[<>=]+) (?P<limit>\S+)")
 BOUNDS = {">=": "at least", ">": "above", "<=": "at most"}
 MAX_WHOLE = 10**30
@@ -92,7 +93,7 @@ def read(schema: type[Schema], body: Any, prefix: str = "") -> Schema:
         path = found["path"] or ""
         problem = found["problem"]
         value = _at(body, path)
-        if "`int" in problem and _is_whole(value) and path in body:
+        if TAKES_INTEGER.match(problem) and _is_whole(value) and path in body:
             body = {**body, path: int(value)}
             continue
         raise _refusal(prefix + path, problem, value)

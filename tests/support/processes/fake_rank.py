@@ -6,6 +6,7 @@ updated with what a request brings in its `cache_salt`:
   delay        seconds before the first token of a request; step: seconds between tokens
   hold         a file: no token before it exists
   burst        tokens per TokenBatch
+  drafts       [accepted, rejected]: drafted tokens, reported with the last token
   loading      [done, total]: parameters reported as loaded before Ready
   ready_when   a file: not Ready before it exists
   error        [code, message]: instead of an answer; error_after: tokens before it
@@ -141,6 +142,8 @@ class FakeRank:
             found = TokenLogprobs(-0.5, list(range(3, 3 + k)), [-1.0] * k)
             rows = [EmittedTokens(job.handle, (token,), None, cached, found) for token in part]
             rows[0], rows[-1] = rows[0]._replace(stages=stages), rows[-1]._replace(finish=finish)
+        if finish is not None and (drafts := self.script_of(job).get("drafts")):
+            rows[-1] = rows[-1]._replace(drafts=tuple(drafts))
         await self.send(TokenBatch(self.order.dp_rank, rows))
 
     def looked(self) -> bool:
@@ -197,6 +200,7 @@ class FakeRank:
                 "handle": job.handle, "rid": job.rid, "prompt": list(job.prompt), "params": seen, "rendezvous": meet,
                 "priority": job.priority, "priority_class": job.priority_class, "tenant": job.tenant,
                 "namespace": job.namespace.decode(), "deadline": job.deadline,
+                "prediction": list(job.prediction), "draft_limit": job.draft_limit,
             }
         )  # fmt: skip
         task = asyncio.create_task(self.answer(job))

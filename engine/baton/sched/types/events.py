@@ -47,6 +47,10 @@ class EmittedTokens(NamedTuple):
     """Stages until the first token, which they come with."""
     prompt_logprobs: PromptLogprobs | None = None
     """Logprobs of prompt tokens, in the order of the prompt; they come before the first token."""
+    drafts: tuple[int, int] | None = None
+    """Drafted tokens of the request so far: accepted, rejected. The last ones that come count;
+    None: as before.
+    """
 
 
 NewToken = tuple[
@@ -59,6 +63,7 @@ NewToken = tuple[
     None,
     FirstTokenStages | None,
     None,
+    tuple[int, int] | None,
 ]
 """Fields of an EmittedTokens that has a token and no error."""
 new_token: Callable[[NewToken], EmittedTokens] = functools.partial(tuple.__new__, EmittedTokens)

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from baton.cache.int_array import IntArray
 from baton.server.request.prompt.items import PromptItem
 from baton.server.request.resume import ResumeState
 from baton.server.text.answer_spec import AnswerSpec, Dialect
@@ -36,6 +37,10 @@ class AcceptedRequest(msgspec.Struct, frozen=True, kw_only=True):
     deadline_secs: float | None = None
     """The client's own limit for the whole answer, from arrival."""
     namespace: bytes = b""
+    draft_limit: int | None = None
+    """Tokens that a rank may draft at a time; None: the rank decides."""
+    prediction: IntArray | None = None
+    """The answer that the client expects."""
     resume: ResumeState | None = None
     ignored: tuple[str, ...] = ()
     """Fields of the body that had no effect."""

@@ -43,6 +43,8 @@ Seed = Annotated[int, Meta(ge=-INT64_MAX - 1, le=INT64_MAX)] | None
 AnyRank = Annotated[int, Meta(ge=0, le=2**16)] | None
 TokenBudget = Annotated[int, Meta(ge=-1, le=INT64_MAX)] | None
 """A limit in tokens; -1: no limit."""
+DraftLimit = bool | Annotated[int, Meta(ge=0, le=INT64_MAX)] | None
+"""Tokens that may be drafted at a time; True: as many as the engine likes, False: none."""
 Milliseconds = Annotated[int, Meta(ge=1, le=MAX_DEADLINE_MS)] | None
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)] | None
 StopText = Annotated[str, Meta(max_length=MAX_STOP_CHARS)]
@@ -92,6 +94,14 @@ class ResumeFields(Struct):
     fingerprint: dict[str, str] | None = None
 
 
+class PredictionFields(Struct):
+    """`prediction`, as OpenAI has it."""
+
+    type: Text = None
+    content: Any = None
+    """A text, or an array of parts of the type text."""
+
+
 class RequestFields(Struct, kw_only=True):
     """Fields of every request for tokens, beside those of sampling."""
 
@@ -112,6 +122,8 @@ class RequestFields(Struct, kw_only=True):
     tenant: Any = None
     ttft_deadline_ms: Milliseconds = None
     deadline_ms: Milliseconds = None
+    speculative: DraftLimit = None
+    prediction: PredictionFields | None = None
     cache_salt: Key = None
     extra_key: Key = None
     bootstrap_host: Any = None

@@ -13,6 +13,7 @@ from baton.server import fields
 from baton.server.fields import bad, first
 from baton.server.request import schema
 from baton.server.request.accepted import AcceptedRequest
+from baton.server.request.prediction import PredictionReader
 from baton.server.request.sampling.logprobs import RequestedLogprobs
 from baton.server.request.sampling.params import encode_bad_words, read_params, read_stops
 from baton.server.request.schema import RequestFields, SamplingFields
@@ -47,6 +48,7 @@ class SharedReader:
     defaults: SamplingFields
     """Values of generation_config.json; /generate has none."""
     tenancy: Tenancy
+    predictions: PredictionReader
 
     async def read(
         self,
@@ -110,6 +112,8 @@ class SharedReader:
             ttft_deadline_secs=_to_secs(request.ttft_deadline_ms),
             deadline_secs=_to_secs(request.deadline_ms),
             namespace=_namespace_of(request),
+            draft_limit=_read_draft_limit(request.speculative),
+            prediction=await self.predictions.read(request.prediction),
             ignored=(*(f"stream_options.{name}" for name in unknown_options), *ignored),
         )
         bad_words = await self._read_bad_words(sampling.bad_words)
@@ -150,6 +154,12 @@ def _namespace_of(request: RequestFields) -> bytes:
     """Prefix of the keys under which the request's pages are cached."""
     keys = (request.cache_salt, request.extra_key)
     return "\0".join(key or "" for key in keys).encode() if any(keys) else b""
+
+
+def _read_draft_limit(value: bool | int | None) -> int | None:
+    if value is None or value is True:
+        return None
+    return int(value)
 
 
 def _read_rid(value: Any) -> str | None:

@@ -24,7 +24,7 @@ SHARED: dict[str, tuple[Any, ...]] = {
     "repetition_detection": (), "sampling_logprobs_mode": (), "task": (),
     "previous_input_messages": ([],),
     "prompt_embeds": (), "input_embeds": (), "chat_template": (), "documents": ([],),
-    "prediction": (), "audio": (), "modalities": (["text"],), "web_search_options": (),
+    "audio": (), "modalities": (["text"],), "web_search_options": (),
     "suffix": ("",),
 }  # fmt: skip
 OPENAI: dict[str, tuple[Any, ...]] = SHARED | {

@@ -27,6 +27,7 @@ from baton.server.request.grammar.checks.reader import GrammarReader
 from baton.server.request.grammar.markers import marker_tokens
 from baton.server.request.item_maker import ItemMaker
 from baton.server.request.limits import PromptLimits
+from baton.server.request.prediction import PredictionReader
 from baton.server.request.prompt.reader import PromptReader
 from baton.server.request.sampling.params import read_defaults
 from baton.server.request.shared_fields import SharedReader
@@ -56,6 +57,8 @@ class RequestValidator:
         self.eos_token_ids = _eos_ids(facts, tokenizer, self.vocabulary)
         self.tenancy = Tenancy(config)
         self.limits = PromptLimits(facts.context_length, tokenizer.max_chars_per_token)
+        # A prefill node draws one token, behind its prompt.
+        is_drafted = config.disaggregation_mode != "prefill"
         shared = SharedReader(
             config,
             tokenizer,
@@ -63,6 +66,7 @@ class RequestValidator:
             self.eos_token_ids,
             read_defaults(facts),
             self.tenancy,
+            PredictionReader(tokenizer, self.vocabulary, self.limits, is_drafted=is_drafted),
         )
         self.grammars = GrammarReader(config, marker_tokens(facts, tokenizer))
         has_grammars = config.grammar != "off" and config.simulate is None

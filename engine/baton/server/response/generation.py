@@ -19,6 +19,7 @@ import asyncio
 import logging
 import math
 import time
+from array import array
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -143,6 +144,7 @@ class Generation:
         many = len(self.items) > 1
         trace = b"" if self.parent is None else self.parent.packed(now)
         ttft_secs = self.accepted.ttft_deadline_secs
+        prediction = array("i") if (given := self.accepted.prediction) is None else given
         for running in self.items:
             item = running.item
             rank = self.ranks.choose(item.dp_rank)
@@ -160,6 +162,8 @@ class Generation:
                 trace=trace,
                 deadline=self._deadline,
                 ttft_deadline=None if ttft_secs is None else self.arrived + ttft_secs,
+                prediction=prediction,
+                draft_limit=self.accepted.draft_limit,
             )
             self.ranks.submit(rank, request, self)
             running.rank = rank

@@ -130,6 +130,11 @@ impl RunningAnswer {
             {
                 *usage.reasoning_tokens.get_or_insert_default() += tokens;
             }
+            if let Some(drafts) = output.drafts {
+                let sum = usage.drafts.get_or_insert_default();
+                sum.accepted += drafts.accepted;
+                sum.rejected += drafts.rejected;
+            }
             if choice.counts_prompt {
                 usage.prompt_tokens += output.prompt_tokens;
                 usage.cached_tokens += output.cached_tokens;
@@ -301,6 +306,7 @@ fn new_output(index: usize, prompt_tokens: u64, echo: String) -> ChoiceOutput {
         cached_tokens: 0,
         completion_tokens: 0,
         reasoning_tokens: 0,
+        drafts: None,
         has_parts: false,
         begun_calls: 0,
         matched_stop: None,

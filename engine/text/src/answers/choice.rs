@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::token_batch::{RankFinish, RowLogprobs, TokenRow};
-use crate::dialect::write::{ChoiceOutput, Delta, FinishReason, MatchedStop};
+use crate::dialect::write::{ChoiceOutput, Delta, DraftCounts, FinishReason, MatchedStop};
 use crate::stream::answer::{AnswerFormat, AnswerReader, ReaderOptions};
 use crate::stream::{FedTokens, TextRules, TextStream};
 use crate::tokenizer::TokenDecoder;
@@ -216,6 +216,9 @@ impl RunningChoice {
         now: f64,
     ) -> RowEffect {
         output.cached_tokens = row.cached_tokens.min(output.prompt_tokens);
+        if let Some((accepted, rejected)) = row.drafts {
+            output.drafts = Some(DraftCounts { accepted, rejected });
+        }
         self.has_delta = true;
         if self.is_silent {
             if row.finish.is_some() {

@@ -55,6 +55,9 @@ pub struct Row(
     Option<(String, String, Option<String>)>,
     Option<u64>,
     Option<()>,
+    Option<()>,
+    /// Drafted tokens: accepted, rejected.
+    Option<(u64, u64)>,
 );
 
 #[derive(Serialize)]
@@ -65,7 +68,10 @@ struct Message {
 }
 
 pub fn row(handle: u64, tokens: &[u32], finish: Option<u8>) -> Row {
-    Row(handle, tokens.to_vec(), finish, 3, None, None, None, None)
+    let tokens = tokens.to_vec();
+    Row(
+        handle, tokens, finish, 3, None, None, None, None, None, None,
+    )
 }
 
 pub fn spec(dialect: &str, handles: &[u64], more: Value) -> AnswerSpec {
@@ -163,6 +169,30 @@ fn chat_stream_has_a_role_texts_a_finish_usage_and_done() {
         (5, 3, 3)
     );
     assert!(table.close(id).is_none());
+}
+
+#[test]
+fn usage_has_last_counts_of_drafts_of_all_choices() {
+    let mut table = table();
+    let more = json!({"stream": false});
+    table.open(spec("chat", &[1, 2], more)).unwrap();
+    let with_drafts = |mut row: Row, drafts| {
+        row.9 = Some(drafts);
+        row
+    };
+    let rows = [
+        with_drafts(row(1, &[2], None), (1, 0)),
+        with_drafts(row(1, &[2], Some(2)), (3, 4)),
+        with_drafts(row(2, &[2], None), (7, 1)),
+        row(2, &[2], Some(2)),
+    ];
+    let fed = feed(&mut table, &rows, 1.0);
+    let answer: Value = serde_json::from_str(&text_of(&fed)).unwrap();
+    assert_eq!(
+        answer["usage"]["completion_tokens_details"],
+        json!({"accepted_prediction_tokens": 10, "rejected_prediction_tokens": 5})
+    );
+    assert_eq!(answer["usage"]["completion_tokens"], 4);
 }
 
 #[test]

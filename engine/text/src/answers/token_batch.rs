@@ -48,6 +48,9 @@ pub struct TokenRow<'a> {
     pub stages: Option<FirstTokenStages>,
     #[serde(borrow, default)]
     pub prompt_logprobs: Option<PromptRecords<'a>>,
+    /// Drafted tokens so far: accepted, rejected.
+    #[serde(default)]
+    pub drafts: Option<(u64, u64)>,
 }
 
 /// Why a rank ended an item: `RowError` of engine/baton/sched/types/events.py, in order.

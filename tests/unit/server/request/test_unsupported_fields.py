@@ -32,7 +32,6 @@ REFUSED: dict[str, Any] = {
     "lora_path": "x",
     "documents": [{"text": "x"}],
     "chat_template": "{{ messages }}",
-    "prediction": {"type": "content", "content": "x"},
     "audio": {"voice": "x"},
     "modalities": ["text", "audio"],
     "web_search_options": {},
@@ -128,6 +127,15 @@ def test_field_without_effect_is_accepted_and_named(
     places = {place.partition(".")[0] for place in accepted.ignored}
     assert (name in places) is (name not in SERVED[form]), accepted.ignored
     asyncio.run(forms[form]({name: None}))
+
+
+@pytest.mark.parametrize("form", SERVED)
+def test_hints_for_drafts_are_read_in_every_form(forms: dict[str, Ask], form: str) -> None:
+    prediction = {"type": "content", "content": "hello"}
+    accepted = asyncio.run(forms[form]({"speculative": 3, "prediction": prediction}))
+    assert accepted.draft_limit == 3
+    assert accepted.prediction
+    assert not {"speculative", "prediction"} & {*accepted.ignored}
 
 
 @pytest.mark.parametrize("form", ["chat", "responses"])

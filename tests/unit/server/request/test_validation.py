@@ -525,6 +525,83 @@ def test_priority_is_kept_as_given_and_refused_only_where_the_flag_says_so(make:
     assert chat(make(**both), priority=3).priority == 3
 
 
+@pytest.mark.parametrize(
+    ("value", "limit"), [(None, None), (True, None), (False, 0), (0, 0), (7, 7), (7.0, 7)]
+)
+@pytest.mark.parametrize("form", [chat, completion, generate])
+def test_speculative_is_most_drafted_tokens(
+    unchanged: RequestValidator, form: Any, value: Any, limit: int | None
+) -> None:
+    assert form(unchanged, speculative=value).draft_limit == limit
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, "no", [], {}])
+def test_speculative_that_is_neither_a_boolean_nor_a_number_is_refused(
+    unchanged: RequestValidator, value: Any
+) -> None:
+    with pytest.raises(BadRequest) as caught:
+        chat(unchanged, speculative=value)
+    assert caught.value.param == "speculative"
+
+
+@pytest.mark.parametrize("form", [chat, completion, generate])
+def test_prediction_becomes_tokens_without_special_ones(
+    unchanged: RequestValidator, tokenizer: Tokenizer, form: Any
+) -> None:
+    text = "the relay race"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    parts = [{"type": "text", "text": "the relay"}, {"type": "text", "text": " race"}]
+    for content in (text, parts):
+        accepted = form(unchanged, prediction={"type": "content", "content": content})
+        assert accepted.prediction is not None
+        assert accepted.prediction.tolist() == ids
+        assert accepted.ignored == ()
+    empty = form(unchanged, prediction={"type": "content", "content": ""}).prediction
+    assert empty is not None
+    assert empty.tolist() == []
+    assert form(unchanged, prediction=None).prediction is None
+
+
+def test_prediction_is_left_out_beyond_context(
+    unchanged: RequestValidator, tokenizer: Tokenizer
+) -> None:
+    text = "relay race " * CONTEXT
+    found = chat(unchanged, prediction={"type": "content", "content": text}).prediction
+    assert found is not None
+    assert found.tolist() == tokenizer.encode(text, add_special_tokens=False)[:CONTEXT]
+
+
+def test_prediction_is_not_encoded_on_prefill_nodes(make: Make) -> None:
+    node = make(disaggregation_mode="prefill")
+    given = {"type": "content", "content": "hello"}
+    meet = {"bootstrap_host": "h", "bootstrap_room": 5}
+    assert completion(node, prediction=given, **meet).prediction is None
+    with pytest.raises(BadRequest):
+        completion(node, prediction=given | {"content": 3}, **meet)
+
+
+@pytest.mark.parametrize(
+    ("prediction", "param"),
+    [
+        ("the relay", "prediction"),
+        ({"content": "x"}, "prediction.type"),
+        ({"type": "text", "content": "x"}, "prediction.type"),
+        ({"type": "content"}, "prediction.content"),
+        ({"type": "content", "content": 3}, "prediction.content"),
+        ({"type": "content", "content": ["x"]}, "prediction.content"),
+        ({"type": "content", "content": [{"type": "text"}]}, "prediction.content"),
+        ({"type": "content", "content": [{"type": "refusal", "text": "x"}]}, "prediction.content"),
+    ],
+    ids=str,
+)
+def test_prediction_of_another_form_is_refused(
+    unchanged: RequestValidator, prediction: Any, param: str
+) -> None:
+    with pytest.raises(BadRequest) as caught:
+        chat(unchanged, prediction=prediction)
+    assert caught.value.param == param
+
+
 def test_deadlines_come_from_fields_and_headers_and_the_smaller_counts(make: Make) -> None:
     accepted = chat(make(), ttft_deadline_ms=1500, deadline_ms=9000)
     assert (accepted.ttft_deadline_secs, accepted.deadline_secs) == (1.5, 9.0)

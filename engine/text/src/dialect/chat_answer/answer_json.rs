@@ -277,6 +277,7 @@ impl UsageJson {
             cached_tokens: cached_tokens.unwrap_or(0),
             completion_tokens: self.completion_tokens.as_u64().unwrap_or(0),
             reasoning_tokens: reasoning_tokens.or(self.reasoning_tokens.as_u64()),
+            drafts: None, // No API that is written from foreign answers shows them.
         }
     }
 }

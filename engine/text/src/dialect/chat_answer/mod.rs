@@ -274,6 +274,7 @@ fn empty_choice() -> ChoiceOutput {
         cached_tokens: 0,
         completion_tokens: 0,
         reasoning_tokens: 0,
+        drafts: None,
         has_parts: true,
         begun_calls: 0,
         matched_stop: None,

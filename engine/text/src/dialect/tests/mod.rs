@@ -51,6 +51,7 @@ const USAGE: AnswerCounts = AnswerCounts {
     cached_tokens: 8,
     completion_tokens: 5,
     reasoning_tokens: Some(2),
+    drafts: None,
 };
 
 fn context() -> WriteContext<'static> {
@@ -86,6 +87,7 @@ fn choice() -> ChoiceOutput {
         cached_tokens: USAGE.cached_tokens,
         completion_tokens: USAGE.completion_tokens,
         reasoning_tokens: 2,
+        drafts: None,
         has_parts: true,
         begun_calls: 0,
         matched_stop: None,

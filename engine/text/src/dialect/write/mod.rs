@@ -139,6 +139,8 @@ pub struct ChoiceOutput {
     pub cached_tokens: u64,
     pub completion_tokens: u64,
     pub reasoning_tokens: u64,
+    /// `None`: its rank reported none.
+    pub drafts: Option<DraftCounts>,
     /// The answer is read for its parts.
     pub has_parts: bool,
     /// Tool calls in events so far.
@@ -208,6 +210,17 @@ pub struct AnswerCounts {
     pub completion_tokens: u64,
     /// Tokens of the reasoning, up to its end marker; `None`: the model does not reason.
     pub reasoning_tokens: Option<u64>,
+    /// `None`: no rank reported any.
+    pub drafts: Option<DraftCounts>,
+}
+
+/// Drafted tokens that the model has checked.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct DraftCounts {
+    /// They are tokens of the answer.
+    pub accepted: u64,
+    /// They are not, and count nowhere else.
+    pub rejected: u64,
 }
 
 /// Facts that a writer looks up while it writes.

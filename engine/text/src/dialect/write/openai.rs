@@ -198,9 +198,36 @@ fn push_usage(out: &mut Vec<u8>, usage: AnswerCounts) {
     push_number(out, usage.prompt_tokens + usage.completion_tokens);
     out.extend_from_slice(b",\"prompt_tokens_details\":{\"cached_tokens\":");
     push_number(out, usage.cached_tokens);
-    if let Some(reasoning_tokens) = usage.reasoning_tokens {
-        out.extend_from_slice(b"},\"completion_tokens_details\":{\"reasoning_tokens\":");
-        push_number(out, reasoning_tokens);
+    out.push(b'}');
+    let (accepted, rejected) = match usage.drafts {
+        Some(drafts) => (Some(drafts.accepted), Some(drafts.rejected)),
+        None => (None, None),
+    };
+    let details = [
+        ("reasoning_tokens", usage.reasoning_tokens),
+        ("accepted_prediction_tokens", accepted),
+        ("rejected_prediction_tokens", rejected),
+    ];
+    push_completion_details(out, details);
+    out.push(b'}');
+}
+
+/// The member with those details of the answer that are known; none without any.
+fn push_completion_details(out: &mut Vec<u8>, details: [(&str, Option<u64>); 3]) {
+    let mut before: &[u8] = b",\"completion_tokens_details\":{";
+    let mut known = details
+        .into_iter()
+        .filter_map(|(name, count)| Some((name, count?)))
+        .peekable();
+    if known.peek().is_none() {
+        return;
     }
-    out.extend_from_slice(b"}}");
+    for (name, count) in known {
+        out.extend_from_slice(before);
+        push_text(out, name);
+        out.push(b':');
+        push_number(out, count);
+        before = b",";
+    }
+    out.push(b'}');
 }
