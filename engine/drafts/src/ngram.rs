@@ -9,9 +9,9 @@
 //! * recent answers of its group: calls, headings and phrases that agents repeat.
 //!
 //! Among equally long matches the first of these texts wins, and within a text the newest place,
-//! which needs no counts. Measured with 14 files of this repository, each rewritten from a commit to
-//! the next, at most 8 drafted tokens and matches from 2 tokens on (demo tokenizer), in tokens per
-//! step:
+//! which needs no counts. Measured with 14 files of this repository, each rewritten from a commit
+//! to the next, at most 8 drafted tokens and matches from 2 tokens on (demo tokenizer), in tokens
+//! per step:
 //!
 //! ```text
 //!                               newest   most frequent   oldest
