@@ -493,6 +493,7 @@ class Scheduler:
                     # The last token of the run is no draft.
                     drawn = min(1 + behind, next_first - first - 1)
                     state.stats.on_drafted(seq, drafts, drawn)
+                    state.count_drafts(seq, drawn, drafts - drawn)
         state.stats.on_step(plan, state.now)
         state.release_grants()
         state.settle()

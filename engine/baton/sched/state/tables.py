@@ -434,6 +434,17 @@ class SchedulerState:
         )
         self.outbox.append(emitted)
 
+    def count_drafts(self, seq: Seq, accepted: int, rejected: int) -> None:
+        """Add a step's drafts to those of the request, whose last output states them all."""
+        accepted_before, rejected_before = seq.draft_counts
+        seq.draft_counts = (accepted_before + accepted, rejected_before + rejected)
+        outbox = self.outbox
+        for place in reversed(range(len(outbox))):
+            event = outbox[place]
+            if isinstance(event, EmittedTokens) and event.handle == seq.handle:
+                outbox[place] = event._replace(drafts=seq.draft_counts)
+                return
+
     def fail_without_token(self, seq: Seq, token: int) -> None:
         """End a request for which a step chose no token; `token` stands for the reason."""
         if token == GRAMMAR_FAILED_TOKEN:

@@ -122,6 +122,8 @@ class Seq:
     """1 while a step in flight samples this sequence's next token."""
     drafts_in_flight: int = 0
     """Drafted tokens behind the known one in the row that a step in flight has of it."""
+    draft_counts: tuple[int, int] = (0, 0)
+    """Drafted tokens that committed steps had of it: accepted, rejected."""
     inflight_steps: int = 0
     """Steps in flight that hold a row of this sequence."""
     published: int = 0
