@@ -28,7 +28,9 @@ class NgramDrafter:
         tenant = req.tenant.encode()
         group = len(tenant).to_bytes(4, "little") + tenant + req.namespace
         tokens = seq.tokens.tobytes()
-        self._native.start(seq.handle, group, tokens, seq.prompt_len, req.prediction.tobytes())
+        # The beginning of a resumed answer came as the end of its prompt.
+        prompt_len = seq.prompt_len - req.params.resumed
+        self._native.start(seq.handle, group, tokens, prompt_len, req.prediction.tobytes())
 
     def append(self, handle: int, tokens: array[int]) -> None:
         self._native.append(handle, tokens.tobytes())
