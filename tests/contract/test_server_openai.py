@@ -15,7 +15,8 @@ HELLO: list[Any] = [{"role": "user", "content": "hello world"}]
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[FakeEngine]:
-    with fake_engine("--model-path", model(), "--served-model-name", "tiny") as running:
+    flags = ["--model-path", model(), "--served-model-name", "tiny"]
+    with fake_engine(*flags, "--speculative-algorithm", "NGRAM") as running:
         yield running
 
 

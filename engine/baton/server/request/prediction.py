@@ -25,11 +25,12 @@ class PredictionReader:
     vocabulary: ModelVocabulary
     limits: PromptLimits
     is_drafted: bool
-    """This node may draft tokens. False: a prediction is checked and left out."""
+    """This node may draft tokens. False: the form of a prediction is checked, and no more."""
 
     async def read(self, given: PredictionFields | None) -> array[int] | None:
-        """Token ids of the prediction, without special tokens at its ends; None: there is none.
-        What is longer than the context is left out, because no answer gets there.
+        """Token ids of the prediction, without special tokens at its ends; None: there is none, or
+        no use for it. What no answer has is left out: tokens beyond the context, and those that the
+        model lacks.
 
         Raises BadRequest.
         """
@@ -45,7 +46,8 @@ class PredictionReader:
             len(kept),
             lambda: self.tokenizer.encode_prompt(kept, False, NO_LIMIT, param="prediction"),
         )
-        self.vocabulary.check_encoded(ids, "prediction")
+        if self.vocabulary.missing:
+            ids = array("i", (token_id for token_id in ids if token_id in self.vocabulary))
         return ids[: self.limits.context_length]
 
 

@@ -57,8 +57,7 @@ class RequestValidator:
         self.eos_token_ids = _eos_ids(facts, tokenizer, self.vocabulary)
         self.tenancy = Tenancy(config)
         self.limits = PromptLimits(facts.context_length, tokenizer.max_chars_per_token)
-        # A prefill node draws one token, behind its prompt.
-        is_drafted = config.disaggregation_mode != "prefill"
+        is_drafted = config.speculative_algorithm is not None
         shared = SharedReader(
             config,
             tokenizer,

@@ -48,8 +48,8 @@ def set_vocab_size(path: Path, size: object) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | {"vocab_size": size}))
 
 
-def validator_of(path: Path) -> RequestValidator:
-    config = build_config({"model_path": str(path)})
+def validator_of(path: Path, **flags: object) -> RequestValidator:
+    config = build_config({"model_path": str(path), **flags})
     return RequestValidator(config, model_info.load(config), Tokenizer(path))
 
 
@@ -162,6 +162,17 @@ def test_text_with_token_that_model_lacks_is_refused(
         send(validator, **{field: value})
     assert caught.value.param == field
     assert f"{MODEL_SIZE} ({ADDED!r})" in caught.value.message
+
+
+def test_prediction_is_read_without_tokens_that_model_lacks(base: Path) -> None:
+    drafting = validator_of(base, speculative_algorithm="NGRAM")
+
+    def predicted(text: str) -> list[int]:
+        prediction = chat(drafting, prediction={"type": "content", "content": text}).prediction
+        assert prediction is not None
+        return prediction.tolist()
+
+    assert predicted(f"a{ADDED}b") == [*predicted("a"), *predicted("b")]
 
 
 def test_tokenizing_and_detokenizing_need_no_model(validator: RequestValidator) -> None:

@@ -133,8 +133,9 @@ def test_field_without_effect_is_accepted_and_named(
 def test_hints_for_drafts_are_read_in_every_form(forms: dict[str, Ask], form: str) -> None:
     prediction = {"type": "content", "content": "hello"}
     accepted = asyncio.run(forms[form]({"speculative": 3, "prediction": prediction}))
+    with pytest.raises(BadRequest, match=r"prediction\.content must be"):
+        asyncio.run(forms[form]({"prediction": prediction | {"content": 3}}))
     assert accepted.draft_limit == 3
-    assert accepted.prediction
     assert not {"speculative", "prediction"} & {*accepted.ignored}
 
 

@@ -546,38 +546,38 @@ def test_speculative_that_is_neither_a_boolean_nor_a_number_is_refused(
 
 @pytest.mark.parametrize("form", [chat, completion, generate])
 def test_prediction_becomes_tokens_without_special_ones(
-    unchanged: RequestValidator, tokenizer: Tokenizer, form: Any
+    make: Make, tokenizer: Tokenizer, form: Any
 ) -> None:
+    drafting = make(speculative_algorithm="NGRAM")
     text = "the relay race"
     ids = tokenizer.encode(text, add_special_tokens=False)
     parts = [{"type": "text", "text": "the relay"}, {"type": "text", "text": " race"}]
     for content in (text, parts):
-        accepted = form(unchanged, prediction={"type": "content", "content": content})
+        accepted = form(drafting, prediction={"type": "content", "content": content})
         assert accepted.prediction is not None
         assert accepted.prediction.tolist() == ids
         assert accepted.ignored == ()
-    empty = form(unchanged, prediction={"type": "content", "content": ""}).prediction
+    empty = form(drafting, prediction={"type": "content", "content": ""}).prediction
     assert empty is not None
     assert empty.tolist() == []
-    assert form(unchanged, prediction=None).prediction is None
+    assert form(drafting, prediction=None).prediction is None
 
 
-def test_prediction_is_left_out_beyond_context(
-    unchanged: RequestValidator, tokenizer: Tokenizer
-) -> None:
+def test_prediction_is_left_out_beyond_context(make: Make, tokenizer: Tokenizer) -> None:
     text = "relay race " * CONTEXT
-    found = chat(unchanged, prediction={"type": "content", "content": text}).prediction
+    drafting = make(speculative_algorithm="NGRAM")
+    found = chat(drafting, prediction={"type": "content", "content": text}).prediction
     assert found is not None
     assert found.tolist() == tokenizer.encode(text, add_special_tokens=False)[:CONTEXT]
 
 
-def test_prediction_is_not_encoded_on_prefill_nodes(make: Make) -> None:
-    node = make(disaggregation_mode="prefill")
+def test_prediction_is_checked_and_left_out_where_nothing_is_drafted(
+    unchanged: RequestValidator,
+) -> None:
     given = {"type": "content", "content": "hello"}
-    meet = {"bootstrap_host": "h", "bootstrap_room": 5}
-    assert completion(node, prediction=given, **meet).prediction is None
-    with pytest.raises(BadRequest):
-        completion(node, prediction=given | {"content": 3}, **meet)
+    accepted = chat(unchanged, prediction=given)
+    assert accepted.prediction is None
+    assert accepted.ignored == ()
 
 
 @pytest.mark.parametrize(
