@@ -336,9 +336,9 @@ def _requested_pages(config: EngineConfig, spec: ServedSpec, compute: torch.devi
 def _kv_spec(config: EngineConfig, spec: ServedSpec, compute: torch.device) -> KVSpec:
     """The page groups of the pool."""
     one_group = spec.kv_spec(config.page_size)
-    # The backends of GPUs plan with one page table, and the host tier keeps pages of one group:
-    # there all pages are kept, and windows are computed as everywhere.
-    if compute.type != "cpu" or config.host_kv_gib:
+    # The backends of GPUs plan with one page table: there all pages are kept, and windows are
+    # computed as everywhere.
+    if compute.type != "cpu":
         return one_group
     return one_group.divide(spec.attention)
 
