@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from baton.errors import WrongState
 from baton.runtime.engine_loop import EngineLoop
@@ -35,6 +36,14 @@ def storm(engine: EngineLoop, rng: random.Random) -> Callable[[list[int]], None]
         engine.sched.ledger()
 
     return disturb
+
+
+def flip_bits(engine: EngineLoop, rng: random.Random) -> None:
+    """Changes a bit in one of ten pages of the host pool, used or not, as a bad memory module might."""
+    pool = engine.runner._host  # type: ignore[attr-defined]
+    pages = pool.memory.view(torch.uint8).view(len(pool.memory), -1)
+    for slot in rng.sample(range(len(pages)), len(pages) // 10):
+        pages[slot, rng.randrange(pages.shape[1])] ^= 1 << rng.randrange(8)
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
@@ -91,6 +100,35 @@ def test_through_the_host_pool_and_back_the_tokens_are_transformers(
     assert engine.counters['kv_host_copies_total{direction="in"}'] > 0
     engine.gauges()
     assert engine.not_accepting_reason is None
+    engine.sched.flush_cache()
+    host = engine.sched.host_ledger()
+    assert host is not None
+    assert host.free == engine.sched.limits.host_pages
+    engine.close()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_damaged_in_the_host_pool_the_tokens_are_transformers(
+    reference: Callable[[str], Reference], overlap: bool
+) -> None:
+    """Bytes of the host pool change under preempted and evicted sequences: they are computed again."""
+    ref = reference("llama")
+    prompts = prompts_of(random.Random(3), LENGTHS)
+    want = ref.answers(prompts, STEPS)
+    engine = make_engine(
+        ref.path, page_size=4, chunked_prefill_size=64, max_total_tokens=192, host_kv_gib=0.0005,
+        preemption_mode="offload", schedule_conservativeness=0.05, disable_overlap_schedule=not overlap,
+    )  # fmt: skip
+    rng = random.Random(7)
+    for repeat in range(3):
+        disturb = storm(engine, random.Random(repeat))
+
+        def damage(handles: list[int], disturb: Callable[[list[int]], None] = disturb) -> None:
+            flip_bits(engine, rng)
+            disturb(handles)
+
+        assert answer(engine, prompts, greedy(STEPS), disturb=damage) == want, f"round {repeat}"
+    assert engine.counters["kv_host_checksum_failures_total"] > 5
     engine.sched.flush_cache()
     host = engine.sched.host_ledger()
     assert host is not None

@@ -11,7 +11,7 @@ import pytest
 
 from tests.parity.conftest import Reference
 from tests.parity.test_engine import prompts_of
-from tests.parity.test_preempted_tokens import storm
+from tests.parity.test_preempted_tokens import flip_bits, storm
 from tests.support.engines.engine_run import answer, greedy, make_engine
 from tests.support.models.checkpoints import VARIANTS
 
@@ -71,6 +71,39 @@ def test_engine_with_too_few_pages_equals_transformers(cases, variant: str) -> N
     engine = make_engine(ref.path, max_total_tokens=68, schedule_conservativeness=0.05)
     assert answer(engine, prompts, greedy(STEPS)) == want
     assert engine.sched.report.counters()["retractions_total"] > 0
+    engine.close()
+
+
+HOST_CASES = ["gpt-oss", "gemma3", pytest.param("llama4", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("is_damaged", [False, True], ids=["", "damaged"])
+@pytest.mark.parametrize("variant", HOST_CASES)
+def test_engine_through_the_host_pool_equals_transformers(
+    cases, variant: str, is_damaged: bool
+) -> None:
+    """Pages of every group leave a pool too small for all and come back; damaged ones are computed again."""
+    ref, prompts, want = cases(variant)
+    engine = make_engine(
+        ref.path, max_total_tokens=68, host_kv_gib=0.001, preemption_mode="offload",
+        schedule_conservativeness=0.05,
+    )  # fmt: skip
+    assert engine.sched.limits.page_groups, "the model was meant to have several groups"
+    rng = random.Random(1)
+    for repeat in range(2):
+        disturb = storm(engine, random.Random(repeat))
+
+        def damage(handles: list[int], disturb: Callable[[list[int]], None] = disturb) -> None:
+            if is_damaged:
+                flip_bits(engine, rng)
+            disturb(handles)
+
+        assert answer(engine, prompts, greedy(STEPS), disturb=damage) == want, f"round {repeat}"
+    assert engine.counters['kv_host_copies_total{direction="in"}'] > 50
+    assert (engine.counters["kv_host_checksum_failures_total"] > 0) == is_damaged
+    assert engine.sched.hit_tokens["host"] + engine.sched.hit_tokens["rematch"] > 0
+    engine.sched.flush_cache()
+    engine.sched.ledger().check_idle(engine.sched.limits.num_pages)
     engine.close()
 
 

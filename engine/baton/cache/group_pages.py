@@ -12,7 +12,8 @@ Life of a block in the tree:
  3. A block that was left behind, and that a second prompt has never used, is the first to be
     evicted (`passed`); all others that nothing locks wait until no leaf of the tree is left to
     evict (`kept`). A leaf takes its blocks along.
- 4. `pop_block` takes an evicted one out of the middle of an edge, where it leaves a hole.
+ 4. `pop_block` takes an evicted one (`next_block`) out of the middle of an edge, where it leaves a
+    hole.
 
 A prefix is valid up to a length if every block is there that a row beginning there reads
 (`longest_valid`).
@@ -71,7 +72,7 @@ class GroupPages:
         self.evictable_pages = 0
         self.locked_pages = 0
         self._index = index
-        self._page_size = page_size
+        self.page_size = page_size
         # A block is named by its first page.
         self._node_of: dict[int, TreeEdge] = {}
         self._locks: dict[int, int] = {}
@@ -84,7 +85,7 @@ class GroupPages:
 
     def first_block(self, tokens: int) -> int:
         """First block that a row beginning behind `tokens` tokens reads."""
-        return self.rule.first_visible(tokens) // self._page_size
+        return self.rule.first_visible(tokens) // self.page_size
 
     def longest_valid(self, blocks: array[int], length: int) -> int:
         """Longest prefix of at most `length` pages of tokens that a row may begin behind.
@@ -94,7 +95,7 @@ class GroupPages:
         Cost: O(blocks between the answer and `length`, and those that it needs).
         """
         while length:
-            first = self.first_block(length * self._page_size)
+            first = self.first_block(length * self.page_size)
             last = length - 1
             while last >= first and blocks[last] != NO_PAGE:
                 last -= 1
@@ -135,9 +136,9 @@ class GroupPages:
                 self._forget(block)
         return pages
 
-    def pop_block(self, *, passed: bool) -> array[int]:
-        """Take the block that is to be evicted next out of its node. Returns its pages; none: there
-        is no such block.
+    def next_block(self, *, passed: bool) -> tuple[TreeEdge, int] | None:
+        """The node of the block that is to be evicted next, and its place among the node's pages of
+        tokens; None: there is no such block.
 
         Args:
             passed: one that was left behind and used by one prompt only, or any other.
@@ -146,13 +147,22 @@ class GroupPages:
         block = next(iter(queue), None)
         # The caller evicts elsewhere, or has freed all that there is.
         if block is None:
-            return array("i")
-        pages = self._node_of[block].further[self._index]
-        first = pages.index(block)
+            return None
+        node = self._node_of[block]
+        return node, node.further[self._index].index(block) // self.width
+
+    def pop_block(self, node: TreeEdge, offset: int) -> array[int]:
+        """Take an unlocked block out of its node. Returns its pages."""
+        pages = node.further[self._index]
+        first = offset * self.width
         popped = pages[first : first + self.width]
         pages[first : first + self.width] = array("i", (NO_PAGE,)) * self.width
-        self._forget(block)
+        self._forget(popped[0])
         return popped
+
+    def is_passed(self, block: int) -> bool:
+        """True if nothing locks the block, and the one prompt that used it has left it behind."""
+        return block in self._passed
 
     def _forget(self, block: int) -> None:
         assert block not in self._locks, "a locked block was taken away"

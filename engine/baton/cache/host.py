@@ -22,6 +22,12 @@ list.
  6. `quarantine` forgets every page behind a damaged one; a pinned one keeps its slot until it is
     unpinned.
 
+Where the model has further page groups (group_pages.py), a host page is what one of the groups has
+for a page of tokens: a slot for group 0, a slot for each page of a block. A block is found by the
+key of group 0's page beside it, and is worth something by itself: the tree may have lost only the
+block. What its only prompt has left behind takes free slots alone, and is the first to go: most of
+it no prompt asks for again, and it would be most of what moves.
+
 Invariants: free + cached + pinned = slots; a slot belongs to one key; a key's content is the KV of
 exactly its tokens, because a page's key is forgotten when the tree releases the page.
 Deliberately unknown here: requests, tensors, time.
@@ -34,11 +40,13 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import NamedTuple
 
 from baton.cache.eviction import Key, eviction_policy
+from baton.cache.group_pages import NO_PAGE, GroupPages
 from baton.cache.int_array import IntArray
 from baton.cache.ledger import HostLedger
 from baton.cache.pages import PageAllocator
@@ -65,8 +73,8 @@ class CopyRun:
 
 @dataclass(slots=True, eq=False)
 class HostPage:
-    """Page of some prefix on the host. A handle for `copy_in` and `pin`; its fields belong to the
-    tier.
+    """What one page group has for a page of tokens of some prefix, on the host. A handle for
+    `copy_in` and `pin`; its fields belong to the tier.
 
     `stamp`, `created`, `reuses` and `priority` are what the tree's node remembered
     (cache.eviction.PageMemory).
@@ -76,33 +84,63 @@ class HostPage:
     first_key: bytes
     """Key of the prompt's first page."""
     index: int
-    slot: int
+    """Place among the pages of tokens."""
+    slots: array[int]
+    """One for each page of the pool that it takes."""
     stamp: int = 0
     created: int = 0
     reuses: int = 0
     priority: int = 0
     pins: int = 0
     on_device: bool = False
-    """The tree got its content back: reused first."""
+    """The tree got its content back: its slots are the first to be reused."""
+    is_passed: bool = False
+    """A block that its only prompt had left behind: likewise."""
     queued: Key | None = None
+
+
+class _DeviceBlock(NamedTuple):
+    """What one page group has at a place of a node."""
+
+    group: int
+    key: bytes
+    offset: int
+    """Place among the node's pages of tokens."""
+    pages: array[int]
+    is_passed: bool = False
+    """Its only prompt has left it behind (GroupPages.is_passed)."""
 
 
 class HostTier:
     """See the module."""
 
-    def __init__(self, num_slots: int, page_size: int, eviction: str = "lru") -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        page_size: int,
+        eviction: str = "lru",
+        groups: Sequence[GroupPages] = (),
+    ) -> None:
+        """`groups`: the tree's further page groups."""
         self.num_slots = num_slots
+        self._groups = groups
         self._page_bytes = page_size * TOKEN_BYTES
         self._slots = PageAllocator(num_slots)
         self._policy = eviction_policy(eviction)
         self._pages: dict[bytes, HostPage] = {}
         self._duplicates: dict[bytes, HostPage] = {}
-        """Unpinned, content also on the device; oldest first."""
+        """Unpinned, and the device got the content back, or their only prompt had left them behind;
+        oldest first.
+        """
+        self._duplicate_slots = 0
         self._heap: list[tuple[Key, int, int, HostPage]] = []
         self._serial = 0
         self._pinned = 0
+        """Slots of pinned pages."""
         self._condemned = 0
-        """Pinned pages that were quarantined: no longer in `_pages`, never used again."""
+        """Slots of pinned pages that were quarantined: no longer in `_pages`, never used again."""
+        self._found = 0
+        """Slots of all pages in `_pages`."""
         self._keys: dict[int, bytes] = {}
         """Key of a device page that the tree holds, once it was needed."""
         self._runs: list[CopyRun] = []
@@ -118,6 +156,14 @@ class HostTier:
         for page in node.pages:
             self._keys.pop(page, None)
 
+    def on_pop(self, node: RadixNode, offset: int, group: int) -> None:
+        """The tree is about to free a block of a further group (RadixCache.on_pop)."""
+        page = node.pages[offset]
+        if page not in self._keys:
+            self._keys_of(node)
+        blocks = self._blocks_at(node, offset, self._keys[page])
+        self._keep_blocks(node, [block for block in blocks if block.group == group])
+
     def demote(self, node: RadixNode) -> None:
         """Keep what a leaf holds, as far as there is room; the pages closest to the root first.
 
@@ -125,32 +171,79 @@ class HostTier:
         most pages are never asked for again, and copying them costs every step that evicts
         (docs/scheduling/preemption.md has figures).
         """
-        keys = self._keys_of(node)
+        keys = enumerate(self._keys_of(node))
+        blocks = [b for offset, key in keys for b in self._blocks_at(node, offset, key)]
+        self._keep_blocks(node, blocks)
+
+    def _keep_blocks(self, node: RadixNode, blocks: Sequence[_DeviceBlock]) -> None:
         path = node.path()
-        index = sum(len(part.pages) for part in path) - len(keys)
-        first_key = self._keys[path[0].pages[0]]  # hashed on the way to those of the leaf
+        node_index = sum(len(part.pages) for part in path) - len(node.pages)
+        first_key = self._keys[path[0].pages[0]]  # hashed on the way to those of the node
+        # In this order, so that none of the room made for the others goes to those left behind.
+        self._keep_wanted(node, node_index, first_key, [b for b in blocks if not b.is_passed])
+        for block in blocks:
+            if block.is_passed:
+                self._keep_passed(block, node_index, first_key)
+
+    def _keep_passed(self, block: _DeviceBlock, node_index: int, first_key: bytes) -> None:
+        """Keep a block that its only prompt has left behind, if there are free slots."""
+        host_page = self._pages.get(block.key)
+        if host_page is None:
+            slots = self._slots.alloc(len(block.pages))
+            # In a full pool it takes the place of nothing.
+            if slots is None:
+                return
+            host_page = self._add_page(block, node_index, first_key, slots)
+        host_page.is_passed = True
+        host_page.on_device = False
+        self._place_page(host_page)
+
+    def _add_page(
+        self, block: _DeviceBlock, node_index: int, first_key: bytes, slots: array[int]
+    ) -> HostPage:
+        """Ask for a block to be copied to free slots."""
+        host_page = HostPage(block.key, first_key, node_index + block.offset, slots)
+        self._pages[block.key] = host_page
+        self._found += len(slots)
+        self._request_copies(True, block.pages, slots)
+        return host_page
+
+    def _keep_wanted(
+        self, node: RadixNode, node_index: int, first_key: bytes, blocks: Sequence[_DeviceBlock]
+    ) -> None:
+        """Keep blocks as far as there is room, or others are worth less."""
         room = -1
-        for offset, (key, page) in enumerate(zip(keys, node.pages, strict=True)):
-            host_page = self._pages.get(key)
+        for place, block in enumerate(blocks):
+            index = node_index + block.offset
+            host_page = self._pages.get(block.key)
             if host_page is None:
                 if room < 0:
-                    wanted = sum(k not in self._pages for k in keys[offset:])
+                    wanted = sum(len(b.pages) for b in blocks[place:] if b.key not in self._pages)
                     if not _may_come_back(node):
-                        wanted = min(wanted, self._slots.free_count + len(self._duplicates))
-                    room = self._make_room(wanted, (self._policy.key(node), -index - offset))
-                if room == 0:
+                        wanted = min(wanted, self._slots.free_count + self._duplicate_slots)
+                    room = self._make_room(wanted, (self._policy.key(node), -index))
+                if room < len(block.pages):
                     continue
-                room -= 1
-                slots = self._slots.alloc(1)
+                room -= len(block.pages)
+                slots = self._slots.alloc(len(block.pages))
                 assert slots is not None, "room was made before"
-                host_page = self._pages[key] = HostPage(key, first_key, index + offset, slots[0])
-                self._request_copy(True, page, slots[0])
+                host_page = self._add_page(block, node_index, first_key, slots)
+            host_page.is_passed = False
             host_page.stamp = node.stamp
             host_page.created = node.created
             host_page.reuses = node.reuses
             host_page.priority = node.priority
             host_page.on_device = False
             self._place_page(host_page)
+
+    def _blocks_at(self, node: RadixNode, offset: int, key: bytes) -> Iterator[_DeviceBlock]:
+        """What the groups have at a place of a node, group 0's page first."""
+        yield _DeviceBlock(0, key, offset, node.pages[offset : offset + 1])
+        for number, group in enumerate(self._groups, start=1):
+            pages = node.further[number - 1][offset * group.width : (offset + 1) * group.width]
+            if pages[0] != NO_PAGE:
+                is_passed = group.is_passed(pages[0])
+                yield _DeviceBlock(number, _block_key(key, number), offset, pages, is_passed)
 
     def clear(self) -> int:
         """Forget every page that is not pinned; returns how many."""
@@ -190,13 +283,25 @@ class HostTier:
             pages.append(page)
         return pages
 
+    @property
+    def is_empty(self) -> bool:
+        return not self._pages
+
+    def find_block(self, key: bytes, group: int) -> HostPage | None:
+        """The block of a further group beside group 0's page of this key."""
+        return self._pages.get(_block_key(key, group))
+
     def copy_in(self, host_pages: Sequence[HostPage], pages: array[int]) -> None:
-        """Ask for these to be copied to device pages, which the tree then takes."""
+        """Ask for these to be copied to device pages of group 0, which the tree then takes."""
         for host_page, page in zip(host_pages, pages, strict=True):
-            self._request_copy(False, page, host_page.slot)
             self._keys[page] = host_page.key
-            host_page.on_device = True
-            self._place_page(host_page)
+            self.copy_block_in(host_page, array("i", (page,)))
+
+    def copy_block_in(self, host_page: HostPage, pages: array[int]) -> None:
+        """Ask for a host page to be copied to as many device pages as it has slots."""
+        self._request_copies(False, pages, host_page.slots)
+        host_page.on_device = True
+        self._place_page(host_page)
 
     # ------------------------------------------------------------------ pins
 
@@ -213,19 +318,34 @@ class HostTier:
     def pin(self, pages: Iterable[HostPage]) -> None:
         """Keep pages until as many `unpin`s."""
         for page in pages:
-            self._pinned += page.pins == 0
+            if page.pins == 0:
+                self._pinned += len(page.slots)
             page.pins += 1
             self._place_page(page)
 
     def unpin(self, pages: Iterable[HostPage]) -> None:
         for page in pages:
             page.pins -= 1
-            self._pinned -= page.pins == 0
+            if page.pins == 0:
+                self._pinned -= len(page.slots)
             self._place_page(page)
 
     def path_keys(self, node: RadixNode) -> list[bytes]:
         """Keys of every page from the root to the end of a node."""
         return [key for part in node.path() for key in self._keys_of(part)]
+
+    def branch_keys(self, nodes: Iterable[RadixNode]) -> tuple[list[bytes], int]:
+        """Keys of what a sequence that ends with these nodes may need again, and how many slots
+        that takes.
+        """
+        blocks = [
+            block
+            for node in nodes
+            for offset, key in enumerate(self._keys_of(node))
+            for block in self._blocks_at(node, offset, key)
+            if not block.is_passed
+        ]
+        return [block.key for block in blocks], sum(len(block.pages) for block in blocks)
 
     def only_here(self, keys: Iterable[bytes]) -> list[HostPage]:
         """The pages of these keys that the host has and the device has not."""
@@ -249,10 +369,14 @@ class HostTier:
 
     def ledger(self) -> HostLedger:
         """Where every slot is. Raises LedgerError if the books do not balance."""
-        cached = len(self._pages) - (self._pinned - self._condemned)
+        cached = self._found - (self._pinned - self._condemned)
         ledger = HostLedger(self._slots.free_count, cached, self._pinned)
         ledger.check(self.num_slots)
         return ledger
+
+    def _request_copies(self, to_host: bool, pages: array[int], slots: array[int]) -> None:
+        for page, slot in zip(pages, slots, strict=True):
+            self._request_copy(to_host, page, slot)
 
     def _request_copy(self, to_host: bool, page: int, slot: int) -> None:
         target = slot if to_host else page
@@ -300,15 +424,16 @@ class HostTier:
         """
         if self._pages.get(page.key) is not page:
             if not page.pins:
-                self._condemned -= 1
-                self._slots.free((page.slot,))
+                self._condemned -= len(page.slots)
+                self._slots.free(page.slots)
             return
-        self._duplicates.pop(page.key, None)
+        self._forget_duplicate(page)
         page.queued = None
         if page.pins:
             return
-        if page.on_device:
+        if page.on_device or page.is_passed:
             self._duplicates[page.key] = page
+            self._duplicate_slots += len(page.slots)
             return
         key = page.queued = self._policy.key(page)
         self._serial += 1
@@ -319,12 +444,17 @@ class HostTier:
 
     def _drop_page(self, page: HostPage) -> None:
         page.queued = None
-        self._duplicates.pop(page.key, None)
+        self._forget_duplicate(page)
         del self._pages[page.key]
+        self._found -= len(page.slots)
         if page.pins:
-            self._condemned += 1
+            self._condemned += len(page.slots)
         else:
-            self._slots.free((page.slot,))
+            self._slots.free(page.slots)
+
+    def _forget_duplicate(self, page: HostPage) -> None:
+        if self._duplicates.pop(page.key, None) is not None:
+            self._duplicate_slots -= len(page.slots)
 
     def _drop_all(self, pages: Sequence[HostPage]) -> int:
         for page in pages:
@@ -368,3 +498,8 @@ def _root_key(namespace: bytes) -> bytes:
 def _next_key(key: bytes, tokens: bytes) -> bytes:
     """Key of the page that holds `tokens`, behind the prefix that `key` stands for."""
     return blake2b(key + tokens, digest_size=DIGEST_BYTES).digest()
+
+
+def _block_key(key: bytes, group: int) -> bytes:
+    """Key of what further group `group` (1 is the first one) has beside group 0's page of `key`."""
+    return key + bytes((group,))

@@ -215,6 +215,10 @@ class RadixCache:
         True: by `flush`, for good. The pages' content is intact until another owner has written to
         them.
         """
+        self.on_pop: Callable[[RadixNode, int, int], None] | None = None
+        """Called before a block is evicted out of the middle of an edge: node, place among its
+        pages of tokens, number of the further group (1 is the first one).
+        """
         self._watches: list[ProbeWatch] = []
         self._page_bytes = page_size * TOKEN_BYTES
         self._allocator = allocator
@@ -268,6 +272,19 @@ class RadixCache:
             node, self._path_pages(node), matched * self.page_size, self._visible_pages(node)
         )
 
+    def match_full_group(self, tokens: bytes, namespace: bytes, max_tokens: int) -> PrefixMatch:
+        """Find the longest prefix of group 0, whatever the further groups have of it: `further` is
+        all that they have along its path.
+
+        Cost: as of `match`. Does not count as a use.
+        """
+        limit = min(len(tokens), max_tokens * TOKEN_BYTES) // self._page_bytes
+        node, matched, inside = self._walk_edges(tokens, namespace, limit)
+        if inside:
+            node = self._split_edge(node, inside)
+        further = tuple(self._pages_along(node, index) for index in range(len(self.groups)))
+        return PrefixMatch(node, self._path_pages(node), matched * self.page_size, further)
+
     def probe(
         self, tokens: bytes, namespace: bytes, max_tokens: int, last: PrefixProbe | None = None
     ) -> PrefixProbe:
@@ -318,14 +335,20 @@ class RadixCache:
         """PrefixMatch.further of the path to `node`."""
         found = []
         for index, group in enumerate(self.groups):
-            pages = array("i")
-            for part in node.path():
-                pages.extend(part.further[index])
+            pages = self._pages_along(node, index)
             length = len(pages) // group.width
             hidden = group.first_block(length * self.page_size) * group.width
             pages[:hidden] = array("i", (NO_PAGE,)) * hidden
             found.append(pages)
         return tuple(found)
+
+    @staticmethod
+    def _pages_along(node: RadixNode, index: int) -> array[int]:
+        """Pages of a further group from the root to the end of a node."""
+        pages = array("i")
+        for part in node.path():
+            pages.extend(part.further[index])
+        return pages
 
     def find_outdated(self, probes: Iterable[PrefixProbe | None]) -> list[int]:
         """Places of the probes (of unchanged tokens) that would give another answer now, and of
@@ -549,15 +572,13 @@ class RadixCache:
             first += len(node.pages)
         return count
 
-    def branch_pages(self, node: RadixNode) -> int:
-        """Pages that `evict_branch` would free."""
-        pages = 0
-        below = 0
-        while node.parent is not None and not node.locks and len(node.children) == below:
-            pages += len(node.pages)
+    def branch_nodes(self, node: RadixNode) -> list[RadixNode]:
+        """Nodes whose pages `evict_branch` would free, from `node` on upwards."""
+        nodes: list[RadixNode] = []
+        while node.parent is not None and not node.locks and len(node.children) == bool(nodes):
+            nodes.append(node)
             node = node.parent
-            below = 1
-        return pages
+        return nodes
 
     def evict_branch(self, node: RadixNode) -> int:
         """Free `node` and what of its ancestors it alone needed: unlocked and without other
@@ -582,7 +603,7 @@ class RadixCache:
             How many pages went back to the allocator: at least n_pages, or all that were evictable.
             It is more than n_pages where a page of tokens takes several.
         """
-        freed = self._evict_blocks(n_pages, passed=True) if self.groups else 0
+        freed = self._evict_blocks(n_pages, passed=True, for_good=for_good) if self.groups else 0
         while freed < n_pages and self._heap:
             key, _, node = heapq.heappop(self._heap)
             if node.queued != key:
@@ -600,7 +621,7 @@ class RadixCache:
             freed += self._remove_leaf(node, for_good)
         # No unlocked page of group 0 is left: the blocks are those of locked paths.
         if self.groups and freed < n_pages:
-            freed += self._evict_blocks(n_pages - freed, passed=False)
+            freed += self._evict_blocks(n_pages - freed, passed=False, for_good=for_good)
         return freed
 
     def _pages_kept(self, node: RadixNode, wanted: int) -> int:
@@ -616,10 +637,17 @@ class RadixCache:
                     wanted -= group.width
         return kept
 
-    def _evict_blocks(self, n_pages: int, *, passed: bool) -> int:
+    def _evict_blocks(self, n_pages: int, *, passed: bool, for_good: bool) -> int:
         freed = 0
-        for group in self.groups:
-            while freed < n_pages and (pages := group.pop_block(passed=passed)):
+        for number, group in enumerate(self.groups, start=1):
+            while freed < n_pages and (found := group.next_block(passed=passed)):
+                node, offset = found
+                assert isinstance(node, RadixNode), "the tree's blocks belong to its nodes"
+                # Of a damaged branch nothing may come back.
+                is_kept = not (for_good or self.is_quarantined(node))
+                if is_kept and self.on_pop is not None:
+                    self.on_pop(node, offset, number)
+                pages = group.pop_block(node, offset)
                 self._allocator.free(pages)
                 freed += len(pages)
         return freed

@@ -9,8 +9,7 @@ memfd other processes may map read-only) and the tensor is a view of it; without
 it is ordinary torch memory, which serves a single process but cannot be transferred. On a GPU the
 native pool has the pages' generations only, and moves the pages through `layers.cuda.device_pages`.
 
-Behind it there may be a host pool of the same page shape (`--host-kv-gib`); whole pages are copied
-between the two.
+Behind it there may be a host pool of the same page shape (`layers.host_pool`).
 
 Which page belongs to whom is the cache's business (`baton.cache`), not this module's.
 """
@@ -18,16 +17,12 @@ Which page belongs to whom is the cache's business (`baton.cache`), not this mod
 from __future__ import annotations
 
 import logging
-import mmap
-import os
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from baton.cache.host import CopyRun
 from baton.errors import ConfigError
 from baton.layers.cuda import ipc
 from baton.layers.cuda.device_pages import CudaQueue, DevicePages
@@ -37,7 +32,6 @@ from baton.layers.ops import TORCH_DTYPES
 log = logging.getLogger("baton.kv_pool")
 
 MIB = 1 << 20
-GIB = 1 << 30
 _PAGE_DTYPES = {**TORCH_DTYPES, FP8: torch.float8_e4m3fn}
 
 
@@ -153,65 +147,6 @@ def make_device_pool(pool_class: Any, pages: Tensor, device: torch.device) -> An
     """A native pool whose pages are on a GPU: in one block, from its start."""
     moved = DevicePages(pages, CudaQueue(device), ipc.CudaIpc(device))
     return pool_class(len(pages), pages[0].nbytes, moved)
-
-
-def host_pool_pages(spec: KVSpec, host_kv_gib: float, ranks: int) -> int:
-    """How many pages --host-kv-gib holds. Raises ConfigError when that is none, or more than this
-    machine has."""
-    page_bytes = spec.page_bytes
-    pages = int(host_kv_gib * GIB) // page_bytes
-    if host_kv_gib and not pages:
-        raise ConfigError(
-            f"--host-kv-gib {host_kv_gib:g} holds no page of {page_bytes} bytes; raise it to {page_bytes / GIB:.6f}"
-        )
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if pages * page_bytes * ranks > memory:
-        raise ConfigError(
-            f"--host-kv-gib {host_kv_gib:g}: {ranks} rank(s) would take {host_kv_gib * ranks:g} GiB of the "
-            f"{memory / GIB:.1f} GiB of this machine; lower it"
-        )
-    return pages
-
-
-def make_host_pool(kv: KvTensors, num_pages: int) -> Tensor:
-    """Host memory for `num_pages` pages of kv's shape, taken as it is first written; for a CUDA
-    device all at once.
-
-    Registered rather than allocated as pinned memory, which torch rounds up to a power of two: 40
-    GiB would take 64.
-    """
-    memory = torch.frombuffer(mmap.mmap(-1, num_pages * kv.page_bytes), dtype=torch.uint8)
-    if kv.data.device.type == "cuda":
-        ipc.register_memory(memory)
-    return memory.view(kv.data.dtype).view(num_pages, *kv.data.shape[1:])
-
-
-def copy_pages(device: Tensor, host: Tensor, run: CopyRun) -> None:
-    """Copy whole pages in one direction, neighbors in one go.
-
-    Args:
-        device: the pool's data. host: from `make_host_pool`.
-    Cost: reads and writes each page once; on CUDA it is queued on the current stream and the host
-    does not wait.
-    """
-    for page, slot, count in _contiguous_runs(run.pages, run.slots):
-        here = device[page : page + count]
-        there = host[slot : slot + count]
-        target, source = (there, here) if run.to_host else (here, there)
-        target.copy_(source, non_blocking=True)
-
-
-def _contiguous_runs(pages: Sequence[int], slots: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(first page, first slot, count) of stretches in which both ascend by one."""
-    start = 0
-    for index in range(1, len(pages) + 1):
-        if (
-            index == len(pages)
-            or pages[index] - pages[index - 1] != 1
-            or slots[index] - slots[index - 1] != 1
-        ):
-            yield pages[start], slots[start], index - start
-            start = index
 
 
 def _native_pool_class(*, required: bool) -> Any:

@@ -20,7 +20,8 @@ from baton.layers.attention import make_backend
 from baton.layers.attention.base import AttentionBackend
 from baton.layers.collectives import ALONE, ProcessGroup, TpContext, init_group
 from baton.layers.flashinfer_loader import summarize_error
-from baton.layers.kv_pool import KvTensors, asked_pages, host_pool_pages, make_host_pool, make_pool
+from baton.layers.host_pool import HostPool, host_pool_pages
+from baton.layers.kv_pool import KvTensors, asked_pages, make_pool
 from baton.layers.kv_spec import KVSpec
 from baton.layers.shard import WHOLE, Shard
 from baton.models.checkpoint import CPU_POOL_MIB
@@ -173,7 +174,7 @@ def load_rank(
         attn,
         config.max_running_requests,
         announces_writes=config.disaggregation_mode == "prefill",
-        host=make_host_pool(kv, host_pages) if host_pages else None,
+        host=HostPool(kv, host_pages, placed.group or ALONE) if host_pages else None,
         broadcast=None if place is None else place.broadcast,
     )
     if memory is not None and isinstance(runner, DeviceRunner):
@@ -335,9 +336,9 @@ def _requested_pages(config: EngineConfig, spec: ServedSpec, compute: torch.devi
 def _kv_spec(config: EngineConfig, spec: ServedSpec, compute: torch.device) -> KVSpec:
     """The page groups of the pool."""
     one_group = spec.kv_spec(config.page_size)
-    # The backends of GPUs plan with one page table, and the host tier keeps pages of one group:
-    # there all pages are kept, and windows are computed as everywhere.
-    if compute.type != "cpu" or config.host_kv_gib:
+    # The backends of GPUs plan with one page table: there all pages are kept, and windows are
+    # computed as everywhere.
+    if compute.type != "cpu":
         return one_group
     return one_group.divide(spec.attention)
 

@@ -180,6 +180,7 @@ class EngineLoop:
             **{f'kv_host_copies_total{{direction="{to}"}}': 0 for to in ("out", "in")},
             **{f'kv_host_copy_bytes_total{{direction="{to}"}}': 0 for to in ("out", "in")},
             "kv_host_copy_seconds_total": 0,
+            "kv_host_checksum_failures_total": 0,
         }
 
     # ------------------------------------------------------------------ requests
@@ -360,6 +361,15 @@ class EngineLoop:
             self.counters["kv_host_copies_total" + label] += len(run.pages)
             self.counters["kv_host_copy_bytes_total" + label] += len(run.pages) * self.page_bytes
         self.counters["kv_host_copy_seconds_total"] += result.copy_seconds
+        if result.damaged_pages:
+            num_damaged = len(result.damaged_pages)
+            self.counters["kv_host_checksum_failures_total"] += num_damaged
+            log.error(
+                "step %d: %d KV pages came back from host memory with another checksum than they "
+                "left with; requests that read them are computed again; if it repeats, check the "
+                "machine's memory",
+                flight.plan.step, num_damaged,
+            )  # fmt: skip
         self.counters["engine_steps_total"] += 1
         self.counters["engine_step_seconds_total"] += seconds
         self.counters["prompt_tokens_computed_total"] += flight.plan.num_prompt_tokens

@@ -182,10 +182,12 @@ def _plain_argument(value: Any) -> Any:
         return value.step
     if isinstance(value, StepResult):
         tokens = list(value.tokens)
-        # Without these, as files were written before rows had drafts.
-        if not value.completed and not value.runs:
+        # Without these, as files were written before rows had drafts and pages checksums.
+        if not value.completed and not value.runs and not value.damaged_pages:
             return tokens
         more = {"runs": list(value.runs)} if value.runs else {}
+        if value.damaged_pages:
+            more["damaged_pages"] = list(value.damaged_pages)
         return {"tokens": tokens, "completed": sorted(value.completed), **more}
     if dataclasses.is_dataclass(value) and type(value).__name__ not in _CLASSES:
         return None  # log-probabilities
@@ -310,8 +312,8 @@ def _make_scheduler(line: str) -> Scheduler:
 
 
 def _step_result(recorded: list[int] | dict[str, list[int]]) -> StepResult:
-    """A result as `_plain_argument` writes it: its tokens, those that complete a grammar, and how
-    many each row has.
+    """A result as `_plain_argument` writes it: its tokens, those that complete a grammar, how many
+    each row has, and pages that came back damaged.
     """
     if isinstance(recorded, list):
         return StepResult(recorded)
@@ -319,6 +321,7 @@ def _step_result(recorded: list[int] | dict[str, list[int]]) -> StepResult:
         recorded["tokens"],
         completed=frozenset(recorded["completed"]),
         runs=tuple(recorded.get("runs", ())),
+        damaged_pages=tuple(recorded.get("damaged_pages", ())),
     )
 
 

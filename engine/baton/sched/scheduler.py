@@ -446,12 +446,16 @@ class Scheduler:
         state = self._state
         state.now = max(state.now, now)
         assert plan.step == state.committed_step + 1, "steps are committed in order"
+        # First of all, so that no page computed from a damaged one is announced as cached.
+        if plan.copies:
+            state.commit_copies(plan, result)
         state.step_committed(plan.step)
         state.has_drafts_in_flight = False
         state.computed_tokens += plan.num_prompt_tokens
         state.stats.on_computed(plan, state.now)
         first = next_first = 0
         runs = iter(result.runs) if result.runs else ONE_EACH
+        may_be_void = plan.step <= state.distrusted_step
         seqs = state.seqs
         retained = state.retained
         tokens = result.tokens
@@ -465,6 +469,12 @@ class Scheduler:
             if seq is None:
                 continue
             seq.inflight_steps -= 1
+            # The sequence is computed again: this row's token may follow from a damaged page.
+            if may_be_void and plan.step <= seq.distrusted_step:
+                seq.inflight -= sample
+                seq.drafts_in_flight = 0
+                state.waiting.on_tokens(seq)
+                continue
             end = start + n
             # Behind the tokens that the sequence has drawn the row computed drafts that it has not.
             drafts = seq.drafts_in_flight

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use kv_transfer::pool::{KvPool, PoolError};
 use kv_transfer::protocol::{ClusterKeys, GroupPages};
+use kv_transfer::transport::checksum_copy::copy_hash_pages;
 use kv_transfer::transport::communicator::CommBackend;
 use kv_transfer::{BootstrapServer, NodeError, NodeEvent, TransferNode};
 use parking_lot::Mutex;
@@ -509,8 +510,41 @@ impl PyBootstrapServer {
     }
 }
 
+/// Copies whole pages between two blocks of host memory, given by their addresses. Page ids are
+/// int32, little endian. Returns the XXH3 of the bytes read, uint64 each, little endian.
+///
+/// Nothing is checked here: `baton.layers.host_pool` is the only caller, takes the addresses from
+/// tensors that it keeps alive, and the ids from the allocators of both blocks.
+#[pyfunction]
+fn copy_pages<'py>(
+    py: Python<'py>,
+    source: usize,
+    source_pages: &[u8],
+    target: usize,
+    target_pages: &[u8],
+    page_bytes: usize,
+) -> Bound<'py, PyBytes> {
+    let pages: Vec<(usize, usize)> = page_ids(source_pages).zip(page_ids(target_pages)).collect();
+    let hashes = py.detach(|| {
+        let (source, target) = (source as *const u8, target as *mut u8);
+        // SAFETY: the caller's promise, see above.
+        unsafe { copy_hash_pages(target, source, page_bytes, &pages) }
+    });
+    let bytes: Vec<u8> = hashes.iter().flat_map(|hash| hash.to_le_bytes()).collect();
+    PyBytes::new(py, &bytes)
+}
+
+fn page_ids(bytes: &[u8]) -> impl Iterator<Item = usize> {
+    bytes
+        .as_chunks::<4>()
+        .0
+        .iter()
+        .map(|id| u32::from_le_bytes(*id) as usize)
+}
+
 pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add("DuplicateRoom", m.py().get_type::<DuplicateRoom>())?;
+    m.add_function(wrap_pyfunction!(copy_pages, m)?)?;
     m.add_class::<PyKvPool>()?;
     m.add_class::<PyTransferNode>()?;
     m.add_class::<PyBootstrapServer>()

@@ -95,6 +95,30 @@ pub unsafe fn copy_hash(dst: *mut u8, src: *const u8, len: usize) -> u64 {
     unsafe { copy_hash_with(hash_kernel(), dst, src, len) }
 }
 
+/// Copies pages between two blocks of them, a (source, target) pair each, and returns the hashes of
+/// the bytes read.
+///
+/// # Safety
+/// The pages exist in their blocks, and no page of `dst` is a target twice. For each page as
+/// `copy_hash`.
+pub unsafe fn copy_hash_pages(
+    dst: *mut u8,
+    src: *const u8,
+    page_bytes: usize,
+    pages: &[(usize, usize)],
+) -> Vec<u64> {
+    pages
+        .iter()
+        .map(|&(source, target)| {
+            // SAFETY: the caller's promise.
+            unsafe {
+                let from = src.add(source * page_bytes);
+                copy_hash(dst.add(target * page_bytes), from, page_bytes)
+            }
+        })
+        .collect()
+}
+
 /// As `hash_page`, by the announcer's kind of checksum.
 ///
 /// # Safety
@@ -367,5 +391,17 @@ mod tests {
                 );
             }
         }
+    }
+
+    #[test]
+    fn pages_go_where_they_are_sent_with_the_hash_of_what_was_read() {
+        let src: Vec<u8> = (0..320u32).map(|i| ((i * 31) >> 2) as u8).collect();
+        let mut dst = vec![0xEE; 256];
+        // SAFETY: 5 pages are read and 4 can be written, 64 bytes each.
+        let hashes =
+            unsafe { copy_hash_pages(dst.as_mut_ptr(), src.as_ptr(), 64, &[(4, 1), (0, 3)]) };
+        assert_eq!(hashes, [xxh3_64(&src[256..]), xxh3_64(&src[..64])]);
+        assert_eq!((&dst[64..128], &dst[192..]), (&src[256..], &src[..64]));
+        assert!(dst[..64].iter().chain(&dst[128..192]).all(|&b| b == 0xEE));
     }
 }

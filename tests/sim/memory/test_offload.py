@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from baton.cache.group_pages import GroupRule
 from baton.sched.setup.limits import Limits
 from baton.sched.types.plan import ForwardMode, StepPlan
 from baton.sched.types.priority import PriorityRule
@@ -14,6 +15,7 @@ from tests.support.sched.sched_sim import (
     VOCAB,
     Node,
     add_random_request,
+    chain,
     reference,
     request,
 )
@@ -49,6 +51,38 @@ def test_pages_that_gave_nan_do_not_come_back_from_the_host() -> None:
     assert node.errors[2][0] == "nonfinite_logits"
     assert run_one(node, 3, prompt) == 30
     node.sched.ledger().check_idle(10)
+
+
+def test_block_that_was_evicted_alone_comes_back_alone() -> None:
+    """The window of a cached prompt went to the host; group 0's pages never left the device."""
+    window = GroupRule("window", 6, 2)
+    node = Node(Limits(60, 4, 4, 100, 64, host_pages=40, page_groups=(window,)), depth=1)
+    prompt = [1] * 32
+    run_one(node, 0, prompt)
+    cache = node.probe.memory.cache
+    (group,) = cache.groups
+    blocks = group.evictable_pages
+    passed = cache._evict_blocks(blocks, passed=True, for_good=False)
+    assert 0 < passed < blocks
+    assert passed + cache._evict_blocks(blocks, passed=False, for_good=False) == blocks
+    node.run()
+    assert node.device.copied == blocks
+    assert run_one(node, 1, [*prompt, 2, 2]) == 2
+    assert node.device.copied == blocks + 2 * window.width, "a row at 32 sees positions 27 to 31"
+    node.sched.ledger().check_idle(60)
+
+
+@pytest.mark.parametrize(("slots", "again"), [(120, 4), (40, 32)])
+def test_window_at_the_end_of_a_prompt_is_kept_while_slots_are_free(slots: int, again: int) -> None:
+    """Its own answer has left it behind, so that it takes the place of nothing."""
+    window = GroupRule("window", 6, 2)
+    node = Node(Limits(60, 4, 4, 100, 64, host_pages=slots, page_groups=(window,)), depth=1)
+    prompt = [1] * 32
+    run_one(node, 0, prompt, 40)
+    for handle in range(1, 5):
+        run_one(node, handle, [handle + 1] * 32, 40)
+    assert run_one(node, 5, prompt) == again
+    node.sched.ledger().check_idle(60)
 
 
 @pytest.mark.parametrize("mode", ["offload", "cache"])
@@ -125,21 +159,94 @@ def test_auto_offloads_where_copying_is_faster_than_computing(
     assert (host.pinned > 0) == offloads
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_answer_behind_a_damaged_page_is_computed_again(depth: int) -> None:
+    """The page is forgotten with all that was computed from it; other prompts keep theirs."""
+    node = Node(Limits(20, 4, 4, 100, 64, host_pages=40, kv_event_batches=100), depth=depth)
+    prompt = [1] * 30
+    run_one(node, 0, prompt)
+    run_one(node, 1, [2] * 30)
+    run_one(node, 2, [3] * 70)
+    assert node.sched.kv_events is not None
+    node.sched.kv_events.take_batch(0.0)
+    for slot, page in enumerate(node.device.host):
+        if page[0] == chain(1, 1):
+            node.device.host[slot][2] ^= 1
+    # Both begin on the damaged page, before the step that finds it out has committed.
+    node.sched.add(request(3, prompt, 6, ignore_eos=True))
+    node.sched.add(request(4, [*prompt[:25], 4, 4], 6, ignore_eos=True))
+    node.run()
+    for handle, tokens in ((3, prompt), (4, [*prompt[:25], 4, 4])):
+        assert node.outputs[handle] == reference(request(handle, tokens, 1).prompt, 6, True)
+    assert node.device.damaged == 1
+    assert node.sched.report.counters()["kv_quarantined_pages_total"] > 0
+    assert run_one(node, 5, [2] * 30) == 2, "another branch, and back from the host"
+    node.sched.ledger().check_idle(20)
+
+
+def test_rows_in_flight_behind_a_damaged_page_give_no_token() -> None:
+    """Two steps read the page before the first one commits; neither of their tokens is believed."""
+    node = Node(Limits(40, 4, 4, 100, 64, host_pages=40, preemption_mode="offload"), depth=2)
+    node.sched.add(request(0, [1] * 30, 20, ignore_eos=True))
+    for _ in range(6):
+        node.step()
+    node.sched.suspend([0])
+    node.run()
+    answered = list(node.outputs[0])
+    node.sched.resume([0])
+    first = node.sched.plan()
+    second = node.sched.plan()
+    assert first is not None
+    assert second is not None
+    assert len(first.rows) == len(second.rows) == 1
+    node.sched.suspend([0])
+    (run,) = first.copies
+    node.device.host[run.slots[-1]][-1] ^= 1 << 7
+    result = node.device.execute(first)
+    assert result.damaged_pages == (len(run.slots) - 1,)
+    answer = reference(request(0, [1] * 30, 1).prompt, 20, True)
+    assert result.tokens != answer[len(answered) : len(answered) + 1], "the page matters"
+    node.sched.commit(first, result)
+    node.sched.commit(second, node.device.execute(second))
+    node.absorb()
+    assert node.outputs[0] == answered
+    node.sched.ledger()
+    node.sched.resume([0])
+    node.run()
+    assert node.outputs[0] == answer
+    node.sched.ledger().check_idle(40)
+
+
+THREE_GROUPS = (GroupRule("window", 5, 2), GroupRule("chunk", 4, 1))
+
+
+@pytest.mark.parametrize("groups", [(), THREE_GROUPS], ids=["one", "three"])
+@pytest.mark.parametrize("damage", [0.0, 0.1])
 @pytest.mark.parametrize("seed", seeds(60))
-def test_storms_under_priority_and_tiny_memory_with_a_host_tier(seed: int) -> None:
-    """Tokens, both ledgers after every step, nothing held at the end, and no circle of preemptions."""
+def test_storms_under_priority_and_tiny_memory_with_a_host_tier(
+    groups: tuple[GroupRule, ...], damage: float, seed: int
+) -> None:
+    """Tokens, both ledgers after every step, nothing held at the end, and no circle of preemptions.
+
+    With `damage`, that share of what the host keeps has changed when it comes back.
+    """
     rng = random.Random(9000 + seed)
     page = rng.choice([1, 2, 4])
+    per_block = 1 + sum(rule.width for rule in groups)
     node = Node(
         Limits(
-            rng.randint(8, 40) * (4 // page), page, rng.choice([1, 2, 6]), 1000, page * rng.randint(1, 8),
+            rng.randint(8, 40) * (4 // page) * per_block, page, rng.choice([1, 2, 6]), 1000, page * rng.randint(1, 8),
             priority=PriorityRule(enabled=rng.random() < 0.7, preemption_threshold=1),
             preemption_mode=rng.choice(["recompute", "cache", "offload", "auto"]),
-            host_pages=rng.choice([1, 4, 16, 64]), host_pages_per_s=rng.choice([1.0, 1e6]),
+            host_pages=rng.choice([1, 4, 16, 64]) * per_block, host_pages_per_s=rng.choice([1.0, 1e6]),
+            page_groups=groups,
             schedule_conservativeness=rng.choice([0.05, 1.0]), prefill_first=rng.random() < 0.2,
         ),
         depth=rng.choice([1, 2]),
     )  # fmt: skip
+    damage_rng = random.Random(seed)
+    if damage:
+        node.device.damage = lambda: damage_rng.random() < damage
     shared = [[rng.randrange(VOCAB) for _ in range(rng.randint(2, 16))] for _ in range(3)]
     want, aborted = {}, set()
     for handle in range(50):

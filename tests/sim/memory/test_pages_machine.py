@@ -7,6 +7,7 @@ tokens each page was computed from. The tree alone has its own machine in tests/
 from __future__ import annotations
 
 import dataclasses
+import random
 from array import array
 
 from hypothesis import settings
@@ -41,6 +42,7 @@ class PagesMachine(RuleBasedStateMachine):
         host=st.sampled_from([0, 3, 20]),
         estimate=st.sampled_from([0.05, 1.0]),
         groups=st.sampled_from(GROUPS),
+        damage=st.sampled_from([0.0, 0.0, 0.1]),
     )
     def start(
         self,
@@ -52,15 +54,19 @@ class PagesMachine(RuleBasedStateMachine):
         host: int,
         estimate: float,
         groups: tuple[GroupRule, ...],
+        damage: float,
     ) -> None:
         self.pages = PAGES * (1 + sum(rule.width for rule in groups))
         limits = Limits(
             self.pages, page, slots, 100, page * chunk, schedule_conservativeness=estimate,
-            preemption_mode=mode, host_pages=0 if groups else host, page_groups=groups,
+            preemption_mode=mode, host_pages=host * (self.pages // PAGES), page_groups=groups,
             priority=PriorityRule(enabled=True, preemption_threshold=0),
             preemption_min_remaining_tokens=0,
         )  # fmt: skip
         self.node = Node(limits, depth)
+        damage_rng = random.Random(0)
+        if damage:
+            self.node.device.damage = lambda: damage_rng.random() < damage
         self.sched = self.node.sched = WatchedScheduler(limits)
         self.want: dict[int, list[int]] = {}
         self.gone: set[int] = set()

@@ -85,6 +85,7 @@ class Storm:
         self.leased: list[int] = []
         self.handles = 0
         self.drafted = 0
+        self.damaged = 0
 
     def request(self) -> ValidatedRequest:
         rng = self.rng
@@ -210,8 +211,14 @@ class Storm:
             rng.randrange(3) if rng.random() < 0.98 else GRAMMAR_FAILED_TOKEN
             for _ in range(sum(runs))
         ]
+        returned = sum(len(run.pages) for run in plan.copies if not run.to_host)
+        damaged = tuple(place for place in range(returned) if rng.random() < 0.05)
+        self.damaged += len(damaged)
         result = StepResult(
-            tokens, completed=frozenset(complete), runs=tuple(runs) if plan.drafted else ()
+            tokens,
+            completed=frozenset(complete),
+            runs=tuple(runs) if plan.drafted else (),
+            damaged_pages=damaged,
         )
         self.sched.commit(plan, result, self.now)
         seconds = 0.5 + 0.01 * plan.num_tokens + rng.random() / 10
@@ -238,11 +245,12 @@ def test_random_runs_replay_to_identical_plans(seed: int, role: str) -> None:
     assert "secret" not in storm.lines[0]
 
 
-def test_the_random_runs_have_drafts() -> None:
+def test_the_random_runs_have_drafts_and_damaged_pages() -> None:
     storms = [Storm(seed, role) for seed in range(3) for role in ("null", "decode")]
     for storm in storms:
         storm.run()
     assert sum(storm.drafted for storm in storms) > 20
+    assert sum(storm.damaged for storm in storms) > 5
 
 
 @pytest.mark.parametrize("role", ["null", "decode"])

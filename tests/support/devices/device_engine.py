@@ -13,6 +13,7 @@ from torch import Tensor
 
 from baton.layers import ops
 from baton.layers.attention import flashinfer
+from baton.layers.host_pool import HostPool
 from baton.layers.kv_pool import KvTensors, make_pool
 from baton.models.decoder import Decoder
 from baton.runtime import build as runtime
@@ -72,6 +73,9 @@ class Device:
             model: Decoder, kv: KvTensors, attn: object, max_slots: int, **more: Any
         ) -> DeviceRunner:
             pool = make_pool(kv.spec, kv.num_pages, native=False, dummy_page=True)
+            host: HostPool | None = more.pop("host", None)
+            if host is not None:
+                more["host"] = HostPool(pool, len(host.memory))
             backend = flashinfer.FlashInferAttention(model.spec.attention, pool, fake_flashinfer)
             made = _Poisoning if poison else DeviceRunner
             self.runner = made(model, pool, backend, max_slots, stream=self.stream, **more)

@@ -105,12 +105,12 @@ class Scenario:
             fairness=FAIR if rng.random() < 0.25 else FairnessRules(),
         )
         if self.groups:
-            # The pool has as many blocks as without them. The host tier takes one group alone.
+            # Both pools have as many blocks as without them.
             pages_per_block = 1 + sum(rule.width for rule in self.groups)
             limits = dataclasses.replace(
                 limits,
                 num_pages=limits.num_pages * pages_per_block,
-                host_pages=0,
+                host_pages=limits.host_pages * pages_per_block,
                 page_groups=self.groups,
             )
         if not self.is_tight:

@@ -106,12 +106,21 @@ class Device:
         self.groups = limits.page_groups
         self.memory = [[0] * limits.page_size for _ in range(limits.num_pages)]
         self.host = [[-1] * limits.page_size for _ in range(limits.host_pages)]
+        self.left = [list(page) for page in self.host]
+        """What each page of `host` was when it left: stands for its checksum."""
+        self.damage: Callable[[], bool] | None = None
+        """Asked for each page that leaves: whether the host will hold something else than it was. Rows that read such a
+        page of a further group compute another state; without it, they fail."""
         self.copied = 0
+        self.damaged = 0
+        """Pages that came back damaged."""
         self.slots = [Slot() for _ in range(limits.max_running_requests)]
 
     def execute(self, plan: StepPlan) -> StepResult:
-        for run in plan.copies:
-            self._copy(run)
+        intact = [self._copy(run) for run in plan.copies]
+        returned = [page for run in intact for page in run]
+        damaged = tuple(place for place, is_intact in enumerate(returned) if not is_intact)
+        self.damaged += len(damaged)
         for adm in plan.admitted:
             self.slots[adm.slot] = Slot(further=[[] for _ in self.groups])
         for growth in plan.further:
@@ -132,6 +141,8 @@ class Device:
             assert UNKNOWN_TOKEN not in ids
             assert len(ids) == row.n
             state = 1 if row.start == 0 else self._read(slot, row.start - 1)
+            if self.damage is not None and self._differing(slot, row.start, row.start):
+                state ^= 1 << 8
             drawn: list[int] = []
             for i, token in enumerate(ids):
                 state = chain(state, token)
@@ -150,24 +161,33 @@ class Device:
                 tokens += run
                 slot.last = tokens[-1]
         self._check(plan, states)
-        return StepResult(tokens, runs=tuple(runs) if plan.drafted else ())
+        sizes = tuple(runs) if plan.drafted else ()
+        return StepResult(tokens, runs=sizes, damaged_pages=damaged)
 
     def spoil_all(self) -> None:
         """Let every KV slot of the device hold NaN."""
         self.memory = [[NAN] * self.page_size for _ in self.memory]
 
-    def _copy(self, run: CopyRun) -> None:
-        """All at once, as a device may: no copy of a run may need another one's outcome."""
+    def _copy(self, run: CopyRun) -> list[bool]:
+        """All at once, as a device may: no copy of a run may need another one's outcome.
+
+        Returns whether each page that comes back is what it was when it left.
+        """
+        intact = []
         assert len(run.pages) == len(run.slots) > 0
         targets = run.slots if run.to_host else run.pages
         assert len(set(targets)) == len(targets), "two copies of one run go to the same place"
         for page, slot in zip(run.pages, run.slots, strict=True):
             if run.to_host:
-                self.host[slot] = list(self.memory[page])
+                self.left[slot] = list(self.memory[page])
+                wrong_bits = int(self.damage is not None and self.damage())
+                self.host[slot] = [state ^ wrong_bits for state in self.left[slot]]
             else:
                 assert -1 not in self.host[slot], "a slot was read before anything was copied to it"
                 self.memory[page] = list(self.host[slot])
+                intact.append(self.host[slot] == self.left[slot])
         self.copied += len(run.pages)
+        return intact
 
     def _block(self, slot: Slot, group: int, page: int) -> list[int]:
         """The pages of a further group for a page of tokens."""
@@ -179,15 +199,22 @@ class Device:
 
     def _check_further(self, plan: StepPlan) -> None:
         """What each row sees of a further group is what group 0 has of the same tokens."""
+        if self.damage is not None:
+            return
         for row in plan.rows:
-            slot = self.slots[row.slot]
-            for index, rule in enumerate(self.groups):
-                for position in range(rule.first_visible(row.start), row.start + row.n):
-                    page, off = divmod(position, self.page_size)
-                    states = {self.memory[copy][off] for copy in self._block(slot, index, page)}
-                    assert states == {self._read(slot, position)}, (
-                        f"row {row}: further group {index} has another token at {position}"
-                    )
+            differing = self._differing(self.slots[row.slot], row.start, row.start + row.n)
+            assert not differing, f"row {row}: a further group has another token at {differing}"
+
+    def _differing(self, slot: Slot, start: int, end: int) -> list[tuple[int, int]]:
+        """(further group, position) of what a row that begins at `start` sees before `end` and group 0 has not."""
+        found = []
+        for index, rule in enumerate(self.groups):
+            for position in range(rule.first_visible(start), end):
+                page, off = divmod(position, self.page_size)
+                states = {self.memory[copy][off] for copy in self._block(slot, index, page)}
+                if states != {self._read(slot, position)}:
+                    found.append((index, position))
+        return found
 
     def _read(self, slot: Slot, position: int) -> int:
         page, off = divmod(position, self.page_size)

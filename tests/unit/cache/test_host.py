@@ -136,9 +136,10 @@ def test_whatever_happens_a_page_is_found_only_by_its_own_prefix(
         elif turn < 0.88 and m.locked:
             node = m.locked.pop(rng.randrange(len(m.locked)))
             m.cache.unlock(node)
-            count = 0 if m.cache.is_quarantined(node) else m.cache.branch_pages(node)
+            branch = [] if m.cache.is_quarantined(node) else m.cache.branch_nodes(node)
+            keys, count = m.host.branch_keys(branch)
+            assert count == sum(len(part.pages) for part in branch)
             if count and m.host.reserve(count):
-                keys = m.host.path_keys(node)[-count:]
                 before = m.allocator.free_count
                 assert m.cache.evict_branch(node) == count == m.allocator.free_count - before
                 pinned.append(m.host.only_here(keys))

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from baton.errors import ConfigError
-from baton.layers.cuda import ipc
-from baton.layers.kv_pool import asked_pages, make_host_pool, make_pool
+from baton.layers.kv_pool import asked_pages, make_pool
 from baton.layers.kv_spec import KVSpec, describe_heads
 
 
@@ -58,20 +55,3 @@ def test_native_memory_is_viewed_not_copied():
     raw = torch.frombuffer(kv.native.buffer(), dtype=torch.uint8).view(torch.bfloat16)
     assert raw.count_nonzero() == 1
     assert raw[(((2 * 3 + 1) * 2 + 0) * 4 + 3) * 16 + 15] == 1.0
-
-
-def test_host_memory_for_a_gpu_is_registered_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch would round pinned memory up to a power of two: 3 pages of 2304 bytes would take 8192."""
-    spec = spec_of(3, 3, 16, page_tokens=4)
-    registered: list[int] = []
-    monkeypatch.setattr(ipc, "register_memory", lambda memory: registered.append(memory.nbytes))
-    on_cpu = make_pool(spec, 5, native=False)
-    data = SimpleNamespace(
-        device=torch.device("cuda"), dtype=torch.bfloat16, shape=on_cpu.data.shape
-    )
-    on_cuda = SimpleNamespace(page_bytes=on_cpu.page_bytes, data=data)
-    host = make_host_pool(on_cuda, 3)  # type: ignore[arg-type]
-    assert (host.shape, host.is_pinned()) == ((3, 3, 2, 4, 3, 16), False)
-    assert registered == [3 * on_cpu.page_bytes]
-    assert make_host_pool(on_cpu, 3).shape == host.shape
-    assert len(registered) == 1, "a pool in host memory needs no registration"

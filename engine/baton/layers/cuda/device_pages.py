@@ -79,13 +79,12 @@ def page_kernels(rows: Tensor, checksum_weights: Tensor) -> ModuleType | None:
     return pages
 
 
-class PageAccess:
-    """The pool as a matrix, a page per row, and the queue that its work goes to."""
+class PageSums:
+    """The pool as a matrix, a page per row, and the checksums of its rows."""
 
-    def __init__(self, data: Tensor, queue: CudaQueue) -> None:
+    def __init__(self, data: Tensor) -> None:
         self.rows = data.view(data.shape[0], -1).view(torch.int64)
         self.page_words = self.rows.shape[1]
-        self.queue = queue
         self._weights = torch.from_numpy(make_checksum_weights(2 * self.page_words)).to(data.device)
         self._kernels = page_kernels(self.rows, self._weights)
 
@@ -94,15 +93,35 @@ class PageAccess:
         at_once = max(1, SUM_BYTES // (8 * self.page_words))
         return [slice(start, start + at_once) for start in range(0, pages, at_once)]
 
+    def sum_pages(self, pages: Tensor) -> Tensor:
+        """Checksums of `pages`: int64 [n] each, both on the device."""
+        sums = torch.zeros_like(pages)
+        if self._kernels is not None:
+            self._kernels.sum_pages(self.rows.view(torch.int32), pages, self._weights, sums)
+            return sums
+        for part in self.split_pages(len(pages)):
+            sums[part] = self._sum_rows(self.rows.index_select(0, pages[part]))
+        return sums
+
+    def page_ids(self, pages: bytes) -> Tensor:
+        """Page ids (int32, little endian) on the device; call it while queueing."""
+        ids = torch.from_numpy(np.frombuffer(pages, np.int32).astype(np.int64))
+        return ids.to(self.rows.device, non_blocking=True)
+
+    def _sum_rows(self, rows: Tensor) -> Tensor:
+        return (rows.view(torch.int32) * self._weights).sum(1)
+
+
+class PageAccess(PageSums):
+    """`PageSums`, and the queue that the work on the pages goes to."""
+
+    def __init__(self, data: Tensor, queue: CudaQueue) -> None:
+        super().__init__(data)
+        self.queue = queue
+
     def queue_sums(self, pages: Tensor, to: Tensor) -> None:
         """Have the checksums of `pages` (int64, on the device) written to `to`, in host memory."""
-        if self._kernels is not None:
-            sums = torch.zeros_like(pages)
-            self._kernels.sum_pages(self.rows.view(torch.int32), pages, self._weights, sums)
-            to.copy_(sums, non_blocking=True)
-            return
-        for part in self.split_pages(len(pages)):
-            self._sum_rows(self.rows.index_select(0, pages[part]), to[part])
+        to.copy_(self.sum_pages(pages), non_blocking=True)
 
     def queue_copy(self, theirs: Tensor, source: Tensor, target: Tensor, to: Tensor) -> None:
         """Have the rows `source` of `theirs` copied to the pages `target`, and their checksums
@@ -117,15 +136,7 @@ class PageAccess:
         for part in self.split_pages(len(source)):
             content = theirs.index_select(0, source[part])
             self.rows.index_copy_(0, target[part], content)
-            self._sum_rows(content, to[part])
-
-    def _sum_rows(self, rows: Tensor, to: Tensor) -> None:
-        to.copy_((rows.view(torch.int32) * self._weights).sum(1), non_blocking=True)
-
-    def page_ids(self, pages: bytes) -> Tensor:
-        """Page ids (int32, little endian) on the device; call it while queueing."""
-        ids = torch.from_numpy(np.frombuffer(pages, np.int32).astype(np.int64))
-        return ids.to(self.rows.device, non_blocking=True)
+            to[part].copy_(self._sum_rows(content), non_blocking=True)
 
 
 class DevicePages:

@@ -39,7 +39,7 @@ from baton.layers.cuda.stream import CudaMark, CudaStream
 from baton.layers.kv_pool import KvTensors
 from baton.models.served import ServedModel
 from baton.runtime.runner.capture import CudaRecorder, DecodeGraphs
-from baton.runtime.runner.model_runner import ModelRunner
+from baton.runtime.runner.model_runner import ModelRunner, read_damaged
 from baton.runtime.runner.step_inputs import StepArrays, StepInputs
 from baton.runtime.runner.token_table import TokenTable
 from baton.runtime.sampling.prompt_logprobs import PromptRows
@@ -76,6 +76,8 @@ class InFlight:
     """On the host; to be read after `ended`."""
     prompts: FetchedPrompts | None = None
     """Logprobs of prompt tokens that the step's rows predict."""
+    is_damaged: Tensor | None = None
+    """Of the pages that came back from the host pool (HostPool.carry_out); on the host."""
     result: StepResult | None = None
     """Set once it has been read."""
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -96,9 +98,10 @@ class InFlight:
         result = StepResult(())
         if self.draw is not None and self.drawn is not None:
             result = self.draw.read_result(self.drawn)
-        if self.prompts is None:
-            return result
-        return replace(result, prompt_logprobs=self.prompts.read_logprobs())
+        if self.prompts is not None:
+            result = replace(result, prompt_logprobs=self.prompts.read_logprobs())
+        damaged_pages = read_damaged(self.is_damaged)
+        return replace(result, damaged_pages=damaged_pages) if damaged_pages else result
 
 
 class ComputedStep(NamedTuple):
@@ -165,18 +168,19 @@ class DeviceRunner(ModelRunner):
         # A step without rows is executed for its copies.
         if indices is None:
             began = self._stream.mark()
-            self._copy_pages(step)
-            return InFlight(began, self._stream.mark())
-        self._copy_pages(step)
+            is_damaged = self._fetch_if_any(self._copy_pages(step))
+            return InFlight(began, self._stream.mark(), is_damaged=is_damaged)
+        is_damaged = self._fetch_if_any(self._copy_pages(step))
         began, computed = self._compute_logits(step, indices)
         prompts = self._fetch_prompts(prompt_rows, computed.prompt_hidden)
         # Chunks in the middle of a prompt draw nothing. Their step has a mark all the same, because
         # peers read its pages after the commit.
         if not step.samples.any():
-            return InFlight(began, self._stream.mark(), prompts=prompts)
+            ended = self._stream.mark()
+            return InFlight(began, ended, prompts=prompts, is_damaged=is_damaged)
         rows = [self._sample_row(row) for row in plan.rows if row.sample]
         draw, drawn = self._draw_tokens(rows, computed)
-        launched = InFlight(began, self._stream.mark(), draw, drawn, prompts)
+        launched = InFlight(began, self._stream.mark(), draw, drawn, prompts, is_damaged)
         self._advance_rows(rows, step.slots[step.samples], launched)
         return launched
 

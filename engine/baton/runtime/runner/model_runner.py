@@ -32,7 +32,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.layers.attention.base import AttentionBackend, ForwardBatch, PageTable
-from baton.layers.kv_pool import KvTensors, copy_pages
+from baton.layers.host_pool import HostPool
+from baton.layers.kv_pool import KvTensors
 from baton.layers.recurrent_state import StatePool
 from baton.models.served import ServedModel
 from baton.runtime.grammar.store import GrammarStore
@@ -58,11 +59,16 @@ if TYPE_CHECKING:
 NO_ROWS: NDArray[np.int64] = np.empty(0, np.int64)
 
 
+def read_damaged(is_damaged: Tensor | None) -> tuple[int, ...]:
+    """StepResult.damaged_pages of what `HostPool.carry_out` gave, once it is on the host."""
+    return () if is_damaged is None else tuple(is_damaged.nonzero().flatten().tolist())
+
+
 class ModelRunner:
     """Args: `announces_writes`: tell the native pool which pages get new content, because peers may
     be reading it.
 
-    `host`: the pool that plans copy to and from (kv_pool.make_host_pool).
+    `host`: the pool that plans copy to and from (--host-kv-gib).
     `broadcast`: on the first of several tensor-parallel ranks, sends a step's order to all others.
     """
 
@@ -74,7 +80,7 @@ class ModelRunner:
         max_slots: int,
         *,
         announces_writes: bool = False,
-        host: Tensor | None = None,
+        host: HostPool | None = None,
         broadcast: Callable[[bytes], None] | None = None,
     ) -> None:
         self.vocab_size = model.spec.vocab_size
@@ -119,10 +125,13 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> StepResult | LaunchedStep:
         """Run one step to its end. Raises what torch raises; the runner is then unusable."""
         step, indices, prompt_rows = self._begin_step(plan)
-        copy_seconds = self._copy_pages(step)
+        started = time.monotonic()
+        is_damaged = self._copy_pages(step)
+        copy_seconds = time.monotonic() - started if step.copies else 0.0
+        damaged_pages = read_damaged(is_damaged)
         # A step without rows is executed for its copies.
         if indices is None:
-            return StepResult((), copy_seconds=copy_seconds)
+            return StepResult((), copy_seconds=copy_seconds, damaged_pages=damaged_pages)
         sampling = [row for row in plan.rows if row.sample]
         sample_rows = [self._sample_row(row) for row in sampling]
         drafted = None
@@ -151,7 +160,7 @@ class ModelRunner:
             sample_row.append(token)
             self._sample_rows[row.slot] = sample_row
             self._last_token[row.slot] = token
-        return replace(result, copy_seconds=copy_seconds)
+        return replace(result, copy_seconds=copy_seconds, damaged_pages=damaged_pages)
 
     def run_to_end(self, plan: StepPlan) -> StepResult:
         """Execute a step and wait for its result."""
@@ -228,15 +237,14 @@ class ModelRunner:
         if self._native_pool is not None and step.new_pages:
             self._native_pool.begin_write(step.new_pages.tobytes())
 
-    def _copy_pages(self, step: StepInputs) -> float:
-        """Returns the seconds it took; 0 on a device that copies asynchronously."""
+    def _copy_pages(self, step: StepInputs) -> Tensor | None:
+        """Carry out a step's copies. Returns which of the pages that came back are damaged
+        (`HostPool.carry_out`).
+        """
         if not step.copies:
-            return 0.0
+            return None
         assert self._host is not None, "the plan moves pages to a host pool that is not there"
-        started = time.monotonic()
-        for run in step.copies:
-            copy_pages(self._kv.data, self._host, run)
-        return time.monotonic() - started if self._kv.data.device.type == "cpu" else 0.0
+        return self._host.carry_out(step.copies)
 
     @property
     def _mask_filler(self) -> MaskFiller | None:

@@ -31,10 +31,12 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from baton.cache.group_pages import NO_PAGE, GroupPages
 from baton.cache.host import CopyRun, HostPage, HostTier
+from baton.cache.joint_prefix import JointPrefix, find_joint_prefix
 from baton.cache.kv_events import KvEventLog
 from baton.cache.pages import PageAllocator
 from baton.cache.radix import TOKEN_BYTES, PrefixMatch, RadixCache, RadixNode
 from baton.sched.memory.demand import KnownAnswer, NewTokenRatio, peak_growth
+from baton.sched.memory.restores import RestoreLog
 from baton.sched.policies.base import refresh_probe
 from baton.sched.setup.limits import Limits
 from baton.sched.types.sequence import FurtherPages, Seq, SeqState
@@ -86,9 +88,14 @@ class KvManager:
         self.hit_tokens = dict.fromkeys(HIT_SOURCES, 0)
         self.host: HostTier | None = None
         if limits.host_pages and limits.radix_cache:
-            self.host = HostTier(limits.host_pages, limits.page_size, limits.radix_eviction_policy)
+            self.host = HostTier(
+                limits.host_pages, limits.page_size, limits.radix_eviction_policy, self._groups
+            )
             self.cache.on_remove = self.host.on_remove
+            self.cache.on_pop = self.host.on_pop
         self.host_pages_per_s = limits.host_pages_per_s
+        self.restores = RestoreLog(limits.page_size)
+        """Pages back from the host whose checksums are not compared yet."""
         self._new_pages: array[int] = array("i")
 
     # ------------------------------------------------------------------ handed to the next plan
@@ -105,7 +112,10 @@ class KvManager:
         return array("i", dict.fromkeys(pages))
 
     def take_copies(self) -> tuple[CopyRun, ...]:
-        return () if self.host is None else self.host.take_copies()
+        if self.host is None:
+            return ()
+        self.restores.take_plan()
+        return self.host.take_copies()
 
     def observe_copies(self, copies: Iterable[CopyRun], seconds: float) -> None:
         pages = sum(len(run.pages) for run in copies)
@@ -338,6 +348,10 @@ class KvManager:
     def share_prefix(self, seq: Seq, match: PrefixMatch) -> None:
         """Let a sequence use a locked prefix in place of, and beyond, the pages it has."""
         self._count_hit(seq, match)
+        self._hold_match(seq, match)
+
+    def _hold_match(self, seq: Seq, match: PrefixMatch) -> None:
+        """Let a sequence hold a locked prefix in place of the pages that it has of it."""
         self._hold_path(seq, match.node, len(match.pages))
         if self._groups:
             self._share_further(seq, match)
@@ -392,8 +406,12 @@ class KvManager:
         """
         if self.host is None:
             return
-        first = len(seq.pages)
         assert seq.node is not None, "share_prefix comes first"
+        if self._groups:
+            self._restore_groups(seq, self.host, max_tokens)
+            self._unpin_pages(seq)
+            return
+        first = len(seq.pages)
         host_pages = self.host.find(
             seq.node, seq.key, seq.req.namespace, first, max_tokens // self.page_size
         )
@@ -414,16 +432,94 @@ class KvManager:
         priority = max(self._priority.base(seq), like.priority)
         inserted = self.cache.insert(seq.key, pages, seq.req.namespace, first, priority, like)
         self.cache.lock(inserted.node)
-        tokens = len(pages) * self.page_size
-        if seq.pages_were_released:
-            self.hit_tokens["rematch"] += tokens
-        else:
-            self.hit_tokens["host"] += tokens
-            self.cache.reuse(inserted.node, priority, beyond=seq.node)
-            if seq.state is not SeqState.TRANSFER:
-                seq.cached_tokens = max(seq.cached_tokens, 0) + tokens
+        self._count_restored(seq, inserted.node, len(pages), priority)
         self._hold_path(seq, inserted.node, first + len(pages))
         seq.pages.extend(pages)
+        self.restores.add(seq, range(first, len(seq.pages)))
+
+    def _count_restored(self, seq: Seq, node: RadixNode, pages: int, priority: int) -> None:
+        """A sequence goes on with `pages` pages of tokens, up to `node`, thanks to the host."""
+        tokens = pages * self.page_size
+        if seq.pages_were_released:
+            self.hit_tokens["rematch"] += tokens
+            return
+        self.hit_tokens["host"] += tokens
+        self.cache.reuse(node, priority, beyond=seq.node)
+        if seq.state is not SeqState.TRANSFER:
+            seq.cached_tokens = max(seq.cached_tokens, 0) + tokens
+
+    def _restore_groups(self, seq: Seq, host: HostTier, max_tokens: int) -> None:
+        """`restore_prefix` of all groups, to the longest length at which each has what the next row
+        reads.
+        """
+        # The search costs a look-up per page of the prompt.
+        if host.is_empty:
+            return
+        first = len(seq.pages)
+        prompt = (seq.key, seq.req.namespace)
+        path = self.cache.match_full_group(*prompt, max_tokens)
+        limit = max_tokens // self.page_size
+        joint = find_joint_prefix(host, self._groups, path, prompt, valid=first, limit=limit)
+        # The host adds nothing to what the sequence shares already.
+        if joint.length <= first:
+            return
+        # The allocation may evict: neither what is to be copied back nor what stands beside it on
+        # the device may go.
+        self.cache.lock(path.node)
+        locked = self._lock_visible(path, joint.length)
+        host.pin(joint.host_pages)
+        pages = self.allocate(sum(len(page.slots) for page in joint.host_pages))
+        # Without pages for them the sequence computes these tokens again.
+        if pages is not None:
+            node = self._insert_restored(seq, path, joint, pages)
+            match = self.match_prefix(seq, joint.length * self.page_size)
+            assert match.node is node, "the tree has what was just inserted"
+            self._count_restored(seq, node, joint.length - first, self._priority.base(seq))
+            self._hold_match(seq, match)
+            self.restores.add(seq, joint.places)
+        host.unpin(joint.host_pages)
+        for group, block in locked:
+            group.unlock(block, left_behind=False)
+        self.cache.unlock(path.node)
+
+    def _lock_visible(self, path: PrefixMatch, length: int) -> list[tuple[GroupPages, int]]:
+        """Lock the blocks on a path that a row behind `length` pages of tokens reads."""
+        locked = []
+        for group, pages in zip(self._groups, path.further, strict=True):
+            blocks = pages[:: group.width]
+            for block in blocks[group.first_block(length * self.page_size) : length]:
+                if block != NO_PAGE:
+                    group.lock(block)
+                    locked.append((group, block))
+        return locked
+
+    def _insert_restored(
+        self, seq: Seq, path: PrefixMatch, joint: JointPrefix, pages: array[int]
+    ) -> RadixNode:
+        """Ask for the copies of a joint prefix into `pages`, and give these to the tree."""
+        assert self.host is not None, "the prefix was found there"
+        first = len(seq.pages)
+        num_full = len(joint.pages)
+        self.host.copy_in(joint.pages, pages[:num_full])
+        further = [
+            array("i", (NO_PAGE,)) * ((joint.length - first) * group.width)
+            for group in self._groups
+        ]
+        taken = num_full
+        for block in joint.blocks:
+            width = self._groups[block.group].width
+            copied = pages[taken : taken + width]
+            self.host.copy_block_in(block.host_page, copied)
+            start = (block.place - first) * width
+            further[block.group][start : start + width] = copied
+            taken += width
+        full_pages = path.pages[first : joint.length] + pages[:num_full]
+        like = joint.host_pages[0]
+        priority = max(self._priority.base(seq), *(page.priority for page in joint.host_pages))
+        inserted = self.cache.insert(
+            seq.key, full_pages, seq.req.namespace, first, priority, like, further
+        )
+        return inserted.node
 
     def _unpin_pages(self, seq: Seq) -> None:
         if self.host is not None and seq.pinned:
@@ -531,6 +627,10 @@ class KvManager:
         # The last page holds computed tokens already; a shared one would have to replace it.
         if not ends_at_page:
             return
+        # P: D reads pages that were announced, so the prompt cannot be computed again from its
+        # start if a shared page turns out to be damaged.
+        if seq.announced_pages and self.restores.has_unverified:
+            return
         match = self.match_prefix(seq, seq.reusable_tokens)
         # The tree has nothing beyond the tokens computed here.
         if match.num_tokens <= seq.computed:
@@ -598,11 +698,10 @@ class KvManager:
 
     def _offload_branch(self, seq: Seq, node: RadixNode, host: HostTier) -> None:
         """Send the end of a branch without users to the host, pinned for this sequence."""
-        count = self.cache.branch_pages(node)
+        keys, num_slots = host.branch_keys(self.cache.branch_nodes(node))
         # Without room on the host the pages stay in the tree, where the sequence may find them.
-        if not count or not host.reserve(count):
+        if not keys or not host.reserve(num_slots):
             return
-        keys = host.path_keys(node)[-count:]
         self.cache.evict_branch(node)
         seq.pinned = host.only_here(keys)
         host.pin(seq.pinned)
@@ -628,9 +727,15 @@ class KvManager:
         them.
         """
         self._unpin_pages(seq)
-        self.quarantined_pages += self.cache.quarantine(seq.key, seq.req.namespace)
+        self.quarantine_prefix(seq.key, seq.req.namespace)
+
+    def quarantine_prefix(self, tokens: bytes, namespace: bytes) -> None:
+        """Keep every cached page of the prompts that begin with the first page of these tokens from
+        all sequences.
+        """
+        self.quarantined_pages += self.cache.quarantine(tokens, namespace)
         if self.host is not None:
-            self.quarantined_pages += self.host.quarantine(seq.key, seq.req.namespace)
+            self.quarantined_pages += self.host.quarantine(tokens, namespace)
 
     def flush(self) -> int:
         """Drop every cached page without users, on the host too; returns how many of the device."""

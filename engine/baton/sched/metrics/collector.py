@@ -50,6 +50,7 @@ REQUEUE_EVENTS = {
     "priority": "preempted",
     "slots": "preempted",
     "admin": "suspended",
+    "checksum": "retracted",
 }
 """Name in a timeline, by reason."""
 
@@ -234,8 +235,9 @@ class SchedStats:
         """A request is about to give way, to `by` if to one.
 
         Args:
-            reason: memory (retracted), priority (preempted for its pages), slots (for its slot), or
-                admin, which takes waiting ones too.
+            reason: memory (retracted), priority (preempted for its pages), slots (for its slot),
+                checksum (a page of it came back damaged from the host), or admin, which takes
+                waiting ones too.
         """
         stats = self._request_stats[seq.handle]
         self.timeline_of(seq).add_event(self.now, REQUEUE_EVENTS[reason], seq.computed)

@@ -221,7 +221,7 @@ class WaitingQueue:
                 order.enter((seq,), (key,), expiries, view.now)
 
     def on_tokens(self, seq: Seq) -> None:
-        """Look up the cached prefix again: a waiting sequence has got more tokens."""
+        """Look up the cached prefix again: a waiting sequence has other tokens than before."""
         seq.probe = None
         if self._probes is not None and seq.handle in self._order.entries:
             self._probes.stale[seq.handle] = None

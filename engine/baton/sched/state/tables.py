@@ -49,7 +49,13 @@ from baton.sched.types.events import (
     RevokeGrant,
     RowError,
 )
-from baton.sched.types.plan import GRAMMAR_FAILED_TOKEN, INVALID_TOKEN, PromptLogprobs
+from baton.sched.types.plan import (
+    GRAMMAR_FAILED_TOKEN,
+    INVALID_TOKEN,
+    PromptLogprobs,
+    StepPlan,
+    StepResult,
+)
 from baton.sched.types.request import FinishReason, ValidatedRequest
 from baton.sched.types.sequence import TAKES_TOKENS, Seq, SeqState
 
@@ -66,6 +72,8 @@ class SchedulerState:
         self.admission = AdmissionController(limits)
         self.planned_step = 0
         self.committed_step = 0
+        self.distrusted_step = 0
+        """The latest of any sequence (Seq.distrusted_step)."""
         self.seqs: dict[int, Seq] = {}
         """Every live request by handle; each is in exactly one of the tables below."""
         self.rooms: dict[int, Seq] = {}
@@ -285,6 +293,33 @@ class SchedulerState:
         seq.preemptions += 1
         self.requeue(seq, self.limits.preemption_mode)
 
+    # ------------------------------------------------------------------ damaged on the host
+
+    def commit_copies(self, plan: StepPlan, result: StepResult) -> None:
+        """The plan's copies are done: what reads a page that came back damaged is computed again,
+        and the cache forgets what was computed from it.
+        """
+        for damaged in self.memory.restores.commit(plan.copies, result.damaged_pages):
+            for seq in list(self.seqs.values()):
+                if damaged.is_read_by(seq):
+                    self._compute_again(seq)
+            self.memory.quarantine_prefix(damaged.tokens, damaged.namespace)
+
+    def _compute_again(self, seq: Seq) -> None:
+        """Void the rows in flight of a sequence that reads a damaged page, and release its pages.
+
+        Leases and transfers under way read no such page: a lease begins, and a grant leaves, after
+        the step that vouches for all its pages.
+        """
+        seq.distrusted_step = self.distrusted_step = self.planned_step
+        if seq.state is SeqState.RUNNING:
+            self.stats.on_suspended(seq, "checksum")
+            self.requeue(seq, "recompute")
+        elif self.retained.pop(seq.handle, None) is not None:
+            self._leave_device(seq, "recompute")
+        elif any(entry[1] is seq for entry in self._grants):
+            self.revoke_grant(seq)
+
     # ------------------------------------------------------------------ suspended by an operator
 
     def suspend(self, seq: Seq) -> None:
@@ -363,6 +398,9 @@ class SchedulerState:
         self._release_memory(seq)
         seq.move_to(SeqState.OPENING)
         self.enqueue(seq)
+        # Its grant had not left when a page of its prefix turned out to be damaged.
+        if seq.is_announced:
+            self.announced[seq.handle] = seq
 
     def release_grants(self) -> None:
         while self._grants:

@@ -219,3 +219,7 @@ class StepResult:
     A run is what the row's sequence would have drawn step by step: drafted tokens as far as they
     are those, then one more.
     """
+    damaged_pages: tuple[int, ...] = ()
+    """Pages whose checksum is not what it was when they left for the host: their places among all
+    pages that the plan's copies bring back, in order. No token computed from them is right.
+    """

@@ -126,6 +126,8 @@ class Seq:
     """Drafted tokens that committed steps had of it: accepted, rejected."""
     inflight_steps: int = 0
     """Steps in flight that hold a row of this sequence."""
+    distrusted_step: int = 0
+    """Rows of steps up to this one may have read a damaged page: nothing of them counts."""
     published: int = 0
     """Pages of this sequence's prefix that the tree holds and `node` locks."""
     pages_sent_to_runner: int = 0

@@ -86,6 +86,11 @@ RANK = (
     _counter("kv_host_copies", "KV pages copied between device and host: out, in", ("direction",)),
     _counter("kv_host_copy_bytes", "bytes of these", ("direction",)),
     _counter("kv_host_copy_seconds", "time they took; 0 on devices that copy in the background"),
+    _counter(
+        "kv_host_checksum_failures",
+        "KV pages that came back from the host tier with another checksum than they left with; "
+        "what reads them is computed again",
+    ),
     _gauge(
         "expert_load_peak_ratio",
         "models with experts: tokens of the busiest expert / of the mean one, mean over the layers "
@@ -179,7 +184,11 @@ RANK = (
         "running requests sent back to the queue, by their class and the class they made room for",
         ("class", "by", "reason"),
     ),
-    _counter("request_retraction_reasons", "the same: memory, priority, slots, admin", ("reason",)),
+    _counter(
+        "request_retraction_reasons",
+        "the same: memory, priority, slots, admin, checksum",
+        ("reason",),
+    ),
     _counter("recomputed_tokens", "tokens computed again because their request was sent back"),
     _counter("spec_decode_num_drafts", "rows of answers that had drafted tokens"),
     _counter("spec_decode_num_draft_tokens", "tokens drafted in them"),
