@@ -58,10 +58,17 @@ def test_rows_of_a_batch_have_the_bits_of_single_rows(
     "flags",
     [
         {"page_size": 1, "chunked_prefill_size": 7},
-        {"attention_backend": "torch"},
+        {"attention_backend": "torch", "state_snapshot_tokens": 16},
+        {"state_snapshot_tokens": 16, "page_size": 16},
+        {"state_snapshot_share": 0.0},
+        {"disable_radix_cache": True},
         {"disable_overlap_schedule": True},
         {"max_running_requests": 2, "chunked_prefill_size": 12},
-        {"max_total_tokens": 240, "schedule_conservativeness": 0.05},
+        {
+            "max_total_tokens": 400,
+            "schedule_conservativeness": 0.05,
+            "state_snapshot_tokens": 16,
+        },
     ],
     ids=str,
 )
@@ -75,7 +82,9 @@ def test_engine_equals_transformers(
     assert answer(engine, prompts, greedy(STEPS)) == want
     again = answer(engine, prompts[::-1], greedy(STEPS), stagger=2)
     assert again == want[::-1], "slots have states of other sequences"
-    assert sum(engine.sched.hit_tokens.values()) == 0, "no state is kept behind a prefix"
+    hits = engine.sched.hit_tokens["device"]
+    is_off = flags.get("disable_radix_cache") or flags.get("state_snapshot_share") == 0.0
+    assert (hits == 0) == bool(is_off)
     if "max_total_tokens" in flags:
         assert engine.sched.report.counters()["retractions_total"] > 0
     engine.sched.ledger().check_idle(engine.sched.limits.num_pages)
@@ -90,8 +99,16 @@ def test_suspended_and_resumed_the_tokens_are_transformers(
     prompts = prompts_of(random.Random(3), LENGTHS)
     want = ref.answers(prompts, STEPS)
     engine = make_engine(ref.path, page_size=16, chunked_prefill_size=64, preemption_mode=mode)
+    engine = make_engine(
+        ref.path,
+        page_size=16,
+        chunked_prefill_size=64,
+        preemption_mode=mode,
+        state_snapshot_tokens=32,
+    )
     assert answer(engine, prompts, greedy(STEPS), disturb=storm(engine, random.Random(4))) == want
     assert engine.sched.report.counters()["suspensions_total"] > 5
+    assert engine.sched.hit_tokens["rematch"] > 0, "states are restored from snapshots"
     engine.sched.ledger().check_idle(engine.sched.limits.num_pages)
     engine.close()
 

@@ -1,4 +1,5 @@
-"""Pages of the groups whose layers see a part of a sequence only: a sliding window, a chunk.
+"""Pages of the groups whose layers see a part of a sequence only: a sliding window, a chunk, or a
+state.
 
 Group 0 has a page for every page of tokens, and the prefix tree is made of those. A further group
 has pages for what a later row can still read: the pages behind are left behind while the sequence
@@ -18,6 +19,10 @@ Life of a block in the tree:
 A prefix is valid up to a length if every block is there that a row beginning there reads
 (`longest_valid`).
 
+The blocks of states are snapshots: one has the states of all layers at the end of its page of
+tokens, and a row that begins there restores it. They are taken at some pages only, where there is
+room (`KvManager`), and never needed: without one a prefix is computed again.
+
 Invariants: a block belongs to one node; a locked block's node is locked in group 0; evictable +
 locked pages = pages of the group in the tree.
 """
@@ -36,9 +41,11 @@ NO_PAGE = -1
 class GroupRule:
     """What a sequence holds of a further group."""
 
-    kind: Literal["window", "chunk"]
+    kind: Literal["window", "chunk", "state"]
     """`window`: a token sees itself and the `size - 1` tokens before it. `chunk`: itself and the
-    tokens before it in its chunk; chunks begin at multiples of `size`.
+    tokens before it in its chunk; chunks begin at multiples of `size`. `state`: a row restores the
+    snapshot in front of it; snapshots are taken at multiples of `size`, and at the end of what is
+    known of a sequence.
     """
     size: int
     width: int
@@ -48,13 +55,27 @@ class GroupRule:
         """First token that a row beginning at `position` reads."""
         if self.kind == "chunk":
             return position - position % self.size
+        if self.kind == "state":
+            return max(position - 1, 0)
         return max(position - self.size + 1, 0)
 
     def most_blocks(self, page_size: int, row_tokens: int) -> int:
-        """Most blocks that a sequence holds while it computes rows of up to `row_tokens`."""
+        """Most blocks that a sequence needs while it computes rows of up to `row_tokens`."""
+        if self.kind == "state":
+            return 0
         # One more than what the tokens fill, because they may begin inside a page, and one more
         # because a block is left behind when the sequence next needs a page.
         return -(-(self.size - 1 + row_tokens) // page_size) + 2
+
+    def snapshot_places(self, pages: range, page_size: int, tokens: int) -> list[int]:
+        """Pages of tokens at whose end a snapshot is taken of a sequence that has `tokens`."""
+        # At least the last token is computed again, so a prefix ends in front of it.
+        last = (tokens - 1) // page_size - 1
+        return [
+            place
+            for place in pages
+            if place == last or (place + 1) * page_size % self.size < page_size
+        ]
 
 
 class TreeEdge(Protocol):

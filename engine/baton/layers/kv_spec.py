@@ -237,6 +237,9 @@ class KVSpec:
     """The first one holds every token of a sequence."""
     computed_in: str | None = None
     """Type of the K and V that a step writes; None: that of the pages, which hold no codes."""
+    snapshots: GroupRule | None = None
+    """Snapshots of states, in pages of the same pool. They are not sent to peers, so no descriptor
+    names them."""
 
     @property
     def page_dtype(self) -> str:
@@ -254,8 +257,14 @@ class KVSpec:
 
     @property
     def rules(self) -> tuple[GroupRule, ...]:
-        """What sequences hold of the further groups."""
-        return tuple(group.rule for group in self.groups if group.rule is not None)
+        """What sequences hold of the further groups, snapshots last."""
+        rules = tuple(group.rule for group in self.groups if group.rule is not None)
+        return rules if self.snapshots is None else (*rules, self.snapshots)
+
+    def with_snapshots(self, state_bytes: int, interval: int) -> KVSpec:
+        """The same pool with snapshots of states of so many bytes, every `interval` tokens."""
+        width = -(-state_bytes // self.page_bytes)
+        return replace(self, snapshots=GroupRule("state", interval, width))
 
     @property
     def layer_places(self) -> list[LayerPlace]:

@@ -415,25 +415,24 @@ def clamped_silu_mul(gate_up: Tensor, gain: float, limit: float) -> Tensor:
     return gate * (gate * gain).sigmoid() * (up.clamp(-limit, limit) + 1)
 
 
-def causal_conv(x: Tensor, weight: Tensor, state: Tensor, rows: StateRows) -> Tensor:
-    """silu(sum of the last inputs times their weights) for x [T, C], each channel by itself: a new
-    [T, C]. The states of the rows become their last inputs.
+def causal_conv(x: Tensor, weight: Tensor, *, state: Tensor, rows: StateRows, out: Tensor) -> None:
+    """Write silu(sum of the last inputs times their weights) for x [T, C], each channel by itself.
+    The states of the rows become their last inputs.
 
     Args:
         weight: float32 [taps, C]; the last row is that of the newest input.
         state: [slots, taps - 1, C].
+        out: [T, C], of which the tokens of the rows are written.
     """
     if native := _native_for(x):
-        passed: Tensor = native.causal_conv(x, weight, state, rows)
-        return passed
-    out = torch.empty_like(x)
+        native.causal_conv(x, weight, state=state, rows=rows, out=out)
+        return
     for start, end, slot in rows.in_order():
         inputs = torch.cat((state[slot], x[start:end]))
         count = end - start
         products = [inputs[i : i + count].float() * weight[i] for i in range(len(weight))]
         out[start:end] = functional.silu(sum(products, torch.zeros(())).to(x.dtype))
         state[slot] = inputs[count:]
-    return out
 
 
 _LENGTH_EPS = 1e-6
@@ -449,21 +448,21 @@ def gated_delta(
     sizes: DeltaSpec,
     state: Tensor,
     rows: StateRows,
-) -> Tensor:
-    """The gated delta rule (arXiv 2412.06464), token after token: a new [T, value_heads *
-    value_dim] in the type of qkv.
+    out: Tensor,
+) -> None:
+    """Write the results of the gated delta rule (arXiv 2412.06464), token after token.
 
     Args:
         qkv: [T, channels], queries and keys of key heads, then values.
         gates: [T, 2 * value_heads], strengths of corrections, then of decays.
         rate, bias: float32 [value_heads], of decays; the rate is a logarithm.
         state: float32 [slots, value_heads, key_dim, value_dim], written in place.
+        out: [T, value_heads * value_dim] in the type of qkv, of which the tokens of the rows are
+            written.
     """
     if native := _native_for(qkv):
-        results: Tensor = native.gated_delta(
-            qkv, gates, rate, bias, sizes=sizes, state=state, rows=rows
-        )
-        return results
+        native.gated_delta(qkv, gates, rate, bias, sizes=sizes, state=state, rows=rows, out=out)
+        return
     parts = (sizes.key_size, sizes.key_size, sizes.value_size)
     query, key, value = qkv.float().split(parts, dim=1)
     value = value.unflatten(1, (sizes.value_heads, sizes.value_dim))
@@ -478,7 +477,6 @@ def gated_delta(
     b, a = gates.chunk(2, dim=1)
     strength = b.sigmoid().float()[..., None]
     decay = (-rate.exp() * functional.softplus(a.float() + bias)).exp()[..., None, None]
-    out = torch.empty_like(value)
     for start, end, slot in rows.in_order():
         matrix = state[slot]
         for token in range(start, end):
@@ -486,6 +484,4 @@ def gated_delta(
             matrix *= decay[token]
             correction = (value[token] - (matrix * k).sum(1)) * strength[token]
             matrix += k * correction[:, None]
-            out[token] = (matrix * query[token][..., None]).sum(1)
-    rounded: Tensor = out.flatten(1).to(qkv.dtype)
-    return rounded
+            out[token] = (matrix * query[token][..., None]).sum(1).flatten()

@@ -338,14 +338,13 @@ def clamped_silu_mul(gate_up: Tensor, gain: float, limit: float) -> Tensor:
     return out
 
 
-def causal_conv(x: Tensor, weight: Tensor, state: Tensor, rows: StateRows) -> Tensor:
+def causal_conv(x: Tensor, weight: Tensor, *, state: Tensor, rows: StateRows, out: Tensor) -> None:
     taps, channels = weight.shape
     tokens = len(x)
     if x.shape != (tokens, channels) or x.stride(1) != 1:
         raise ValueError(
             f"x is {list(x.shape)} with strides {x.stride()}, not [T, {channels}] in rows"
         )
-    out = x.new_empty((tokens, channels))
     _causal_conv(
         x.dtype == _BF16,
         taps,
@@ -355,9 +354,8 @@ def causal_conv(x: Tensor, weight: Tensor, state: Tensor, rows: StateRows) -> Te
         checked_address("weight", weight, torch.float32, (taps, channels)),
         *_state_layout(state, x.dtype, (taps - 1, channels)),
         _rows_layout(rows, tokens, len(state)),
-        out.data_ptr(),
+        checked_address("out", out, x.dtype, (tokens, channels)),
     )
-    return out
 
 
 def gated_delta(
@@ -369,10 +367,10 @@ def gated_delta(
     sizes: DeltaSpec,
     state: Tensor,
     rows: StateRows,
-) -> Tensor:
+    out: Tensor,
+) -> None:
     tokens = len(qkv)
     heads = sizes.value_heads
-    out = qkv.new_empty((tokens, sizes.value_size))
     _gated_delta(
         qkv.dtype == _BF16,
         (sizes.key_heads, heads, sizes.key_dim, sizes.value_dim),
@@ -382,9 +380,8 @@ def gated_delta(
         checked_address("bias", bias, torch.float32, (heads,)),
         *_state_layout(state, torch.float32, sizes.matrix_shape),
         _rows_layout(rows, tokens, len(state)),
-        out.data_ptr(),
+        checked_address("out", out, qkv.dtype, (tokens, sizes.value_size)),
     )
-    return out
 
 
 def _state_layout(state: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[int, int]:

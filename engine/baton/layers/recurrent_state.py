@@ -5,34 +5,23 @@
 A conv is the last inputs of the convolution, [taps - 1, channels] in the compute type, the oldest
 first; S is the matrix of each head, float32 [value_heads, key_dim, value_dim].
 
-1. `begin_rows` prepares a step: rows at position 0 find zeros; 2. the layers' kernels read and
-write the states of the step's rows in place.
-
-Invariant: a slot's state has seen the tokens of its sequence up to the next row's first position. A
-row that begins elsewhere is refused: a state cannot take back a token, and every later token would
-be wrong.
+A step's tokens are computed in levels, one after the other within each layer: a row that takes
+copies of its state on the way is in one level up to the first copy, and in the next one behind it;
+a row that begins with a copy that the same step takes is in a level behind that one's.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from baton.layers.spec import DeltaSpec
-
-_ALIGNMENT = 64
-"""Bytes that each part begins at a multiple of: a cache line."""
-
-
-class StateError(Exception):
-    """A row does not continue the state of its slot."""
+from baton.layers.spec import DeltaSpec, align_part
 
 
 class LayerState(NamedTuple):
@@ -42,6 +31,29 @@ class LayerState(NamedTuple):
     """[slots, taps - 1, channels]"""
     matrix: Tensor
     """float32 [slots, value_heads, key_dim, value_dim]"""
+
+
+class StateBuffers:
+    """States of so many slots, in memory that is taken from the system when it is first used."""
+
+    def __init__(self, layers: tuple[DeltaSpec, ...], dtype: torch.dtype, slots: int) -> None:
+        """Args: `dtype`: the compute type."""
+        parts = [
+            (kind, shape)
+            for layer in layers
+            for kind, shape in ((dtype, layer.conv_shape), (torch.float32, layer.matrix_shape))
+        ]
+        sizes = [math.prod(shape) * kind.itemsize for kind, shape in parts]
+        self.slot_bytes = sum(map(align_part, sizes))
+        # torch.zeros would write all of it, and most slots are never used at once.
+        self.data = torch.from_numpy(np.zeros((slots, self.slot_bytes), np.uint8))
+        """uint8 [slots, slot_bytes]"""
+        views = []
+        first = 0
+        for (kind, shape), nbytes in zip(parts, sizes, strict=True):
+            views.append(self.data[:, first : first + nbytes].view(kind).unflatten(1, shape))
+            first += align_part(nbytes)
+        self.layers = list(map(LayerState, views[::2], views[1::2]))
 
 
 class StateRows(NamedTuple):
@@ -54,68 +66,53 @@ class StateRows(NamedTuple):
     slots: Tensor
     """int32 [R], each once"""
 
+    @staticmethod
+    def make(rows: list[tuple[int, int, int]]) -> StateRows:
+        """Args: `rows`: start, end and slot of each, in the order of tokens."""
+        columns = np.array(rows, np.int32).reshape(-1, 3).T
+        return StateRows(*(torch.from_numpy(column.copy()) for column in columns))
+
     def in_order(self) -> Iterator[tuple[int, int, int]]:
         """Start, end and slot of each row."""
         return zip(self.starts.tolist(), self.ends.tolist(), self.slots.tolist(), strict=True)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
+class StateLevel:
+    """Rows, or parts of them, that are computed together; copies before and behind them."""
+
+    rows: list[tuple[int, int, int]] = field(default_factory=list)
+    """First token, the one behind the last, slot."""
+    loads: list[tuple[int, int]] = field(default_factory=list)
+    """A copy, and the slot that begins with it."""
+    saves: list[tuple[int, int]] = field(default_factory=list)
+    """A slot, and the copy that it leaves."""
+
+
 class StepStates:
     """What a step's layers read and write."""
 
-    layers: list[LayerState]
-    """By number among the layers with a state."""
-    rows: StateRows
+    def __init__(
+        self, states: StateBuffers, levels: list[StateLevel], copies: StateBuffers | None = None
+    ) -> None:
+        """Args: `copies`: those that levels name."""
+        self._states = states
+        self._copies = copies
+        self._levels = [(level, StateRows.make(sorted(level.rows))) for level in levels]
 
+    def layer(self, number: int) -> LayerState:
+        """States of a layer, by its number among those that have some."""
+        return self._states.layers[number]
 
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-class StatePool:
-    """States of all slots, in memory that is taken from the system when a slot is first used."""
-
-    def __init__(self, layers: tuple[DeltaSpec, ...], dtype: torch.dtype, slots: int) -> None:
-        """Args: `dtype`: the compute type."""
-        parts = [
-            (kind, shape)
-            for layer in layers
-            for kind, shape in ((dtype, layer.conv_shape), (torch.float32, layer.matrix_shape))
-        ]
-        sizes = [math.prod(shape) * kind.itemsize for kind, shape in parts]
-        self.slot_bytes = sum(map(_padded, sizes))
-        # torch.zeros would write all of it, and most slots are never used at once.
-        data = torch.from_numpy(np.zeros((slots, self.slot_bytes), np.uint8))
-        views = []
-        first = 0
-        for (kind, shape), nbytes in zip(parts, sizes, strict=True):
-            views.append(data[:, first : first + nbytes].view(kind).unflatten(1, shape))
-            first += _padded(nbytes)
-        self.layers = list(map(LayerState, views[::2], views[1::2]))
-        self._data = data
-        self._tokens: NDArray[np.int64] = np.zeros(slots, np.int64)
-        """How many tokens each slot's state has seen."""
-
-    def begin_rows(
-        self, slots: NDArray[np.int64], starts: NDArray[np.int64], lengths: NDArray[np.int64]
-    ) -> StepStates:
-        """Prepare a step whose rows have `lengths` tokens from position `starts` on.
-
-        Raises StateError for a row that does not continue its slot's state.
-        """
-        fresh = slots[starts == 0]
-        self._tokens[fresh] = 0
-        apart = np.flatnonzero(self._tokens[slots] != starts)
-        if len(apart):
-            slot = slots[apart[0]]
-            raise StateError(
-                f"slot {slot}: its state has seen {self._tokens[slot]} tokens, and the row begins "
-                f"at position {starts[apart[0]]}; a sequence restarts at 0"
-            )
-        for slot in fresh:
-            self._data[slot] = 0
-        self._tokens[slots] = starts + lengths
-        ends = np.cumsum(lengths)
-        columns = (ends - lengths, ends, slots)
-        rows = StateRows(*(torch.from_numpy(column.astype(np.int32)) for column in columns))
-        return StepStates(self.layers, rows)
+    def advance(self, layer: int, part: int, compute: Callable[[StateRows], None]) -> None:
+        """Compute a part of a layer's states, level by level. Args: `part`: place in LayerState."""
+        state = self._states.layers[layer][part]
+        copies = None if self._copies is None else self._copies.layers[layer][part]
+        for level, rows in self._levels:
+            for copy, slot in level.loads:
+                assert copies is not None, "levels load copies that the step takes"
+                state[slot] = copies[copy]
+            compute(rows)
+            for slot, copy in level.saves:
+                assert copies is not None, "levels save to copies that the step has"
+                copies[copy] = state[slot]

@@ -80,6 +80,15 @@ class LatentSpec:
 LayerAttention: TypeAlias = AttentionSpec | LatentSpec
 
 
+_PART_ALIGNMENT = 64
+"""Bytes that each part of a state begins at a multiple of: a cache line."""
+
+
+def align_part(nbytes: int) -> int:
+    """Size of a part of a state, with what lies behind it."""
+    return -(-nbytes // _PART_ALIGNMENT) * _PART_ALIGNMENT
+
+
 @dataclass(frozen=True, slots=True)
 class DeltaSpec:
     """A layer of the gated delta rule, as one rank computes it: it keeps a state per sequence, and
@@ -117,7 +126,8 @@ class DeltaSpec:
 
     def state_bytes(self, dtype: str) -> int:
         """Size of a sequence's state, of which the matrix is float32. Args: `dtype`: of compute."""
-        return math.prod(self.conv_shape) * DTYPE_BYTES[dtype] + math.prod(self.matrix_shape) * 4
+        conv = math.prod(self.conv_shape) * DTYPE_BYTES[dtype]
+        return align_part(conv) + align_part(math.prod(self.matrix_shape) * 4)
 
 
 def common_heads(layers: Sequence[LayerAttention]) -> AttentionSpec:

@@ -156,10 +156,6 @@ def load_rank(
     model = placed.model
     compute = placed.device
     spec = model.spec
-    if spec.states and not config.disable_radix_cache:
-        # Pages of a prefix are of no use without the states behind it, which no cache keeps yet.
-        log.info("prefix cache: off, the model keeps a state per sequence")
-        config = replace(config, disable_radix_cache=True)
     context = _context_length(config, spec)
     pages = _requested_pages(config, spec, compute)
     memory = placed.memory
@@ -340,7 +336,11 @@ def _kv_spec(config: EngineConfig, spec: ServedSpec, compute: torch.device) -> K
     # computed as everywhere.
     if compute.type != "cpu":
         return one_group
-    return one_group.divide(spec.attention)
+    kv_spec = one_group.divide(spec.attention)
+    if not spec.states:
+        return kv_spec
+    state_bytes = sum(state.state_bytes(spec.dtype) for state in spec.states)
+    return kv_spec.with_snapshots(state_bytes, config.state_snapshot_tokens)
 
 
 def _make_pool(

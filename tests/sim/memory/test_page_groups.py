@@ -45,6 +45,56 @@ def test_every_invariant_holds_in_short_queues(scenario: Scenario) -> None:
     assert run_scenario(scenario, 120).steps >= 0
 
 
+SNAPSHOTS = [GroupRule("state", 8, 3), GroupRule("state", 1, 1), GroupRule("state", 64, 40)]
+
+
+def with_snapshots(first_seed: int, *, is_tight: bool = False) -> list[Scenario]:
+    """Single nodes, because snapshots do not travel."""
+    alone = [each for each in scenarios(first_seed, is_tight) if each.role == "null"]
+    return [
+        dataclasses.replace(scenario, groups=(SNAPSHOTS[place % len(SNAPSHOTS)],))
+        for place, scenario in enumerate(alone)
+    ]
+
+
+@pytest.mark.parametrize(
+    "scenario", [*with_snapshots(900)[::4], *with_snapshots(950, is_tight=True)[::4]], ids=str
+)
+def test_every_invariant_holds_with_snapshots_of_states(scenario: Scenario) -> None:
+    assert run_scenario(scenario, 120).steps >= 0
+
+
+def test_prefix_is_found_up_to_a_snapshot() -> None:
+    node = Node(limits_of(400, (GroupRule("state", 32, 5),)), depth=2)
+    system = [n % 5 for n in range(100)]
+    answer_all(node, [system + [1] * 27, system + [2] * 9, system + [1] * 27])
+    # Of the first prompt at 32, 64, 96 and, in front of its last token, 124.
+    assert node.cached == {0: 0, 1: 96, 2: 124}
+    assert node.device.snapshots_read == 2
+
+
+def test_snapshots_keep_to_their_share_of_the_pool() -> None:
+    rule = GroupRule("state", 4, 5)
+    node = Node(limits_of(200, (rule,), state_snapshot_share=0.25), depth=1)
+    memory = node.probe.memory
+    (group,) = memory.cache.groups
+    for handle in range(6):
+        node.sched.add(request(handle, [handle % 5, handle] * 30, 20, ignore_eos=True))
+    most = 0
+    while node.step():
+        held = sum(len(h.private) for seq in node.probe.seqs.values() for h in seq.further)
+        most = max(most, held + group.evictable_pages + group.locked_pages)
+        node.sched.ledger()
+    assert 0 < most <= 50
+    assert most % rule.width == 0
+
+
+def test_without_a_share_no_snapshot_is_taken_and_nothing_is_found() -> None:
+    node = Node(limits_of(200, (GroupRule("state", 4, 2),), state_snapshot_share=0.0), depth=1)
+    answer_all(node, [[1, 2, 3] * 20] * 2)
+    assert node.cached == {0: 0, 1: 0}
+
+
 # ---- hits, memory in use, and long runs ----
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -11,8 +12,9 @@ import torch
 from baton.layers.attention import make_backend
 from baton.layers.attention.base import AttentionBackend, ForwardBatch, PageTable
 from baton.layers.kv_pool import make_pool
-from baton.layers.recurrent_state import StatePool
 from baton.models.decoder import Decoder
+from baton.runtime.runner.slot_states import SlotStates
+from baton.runtime.runner.step_inputs import Growth, StepInputs
 from tests.support.kernels.attention_batch import AttentionRow, build_batch
 
 _SLOTS = 8
@@ -36,6 +38,24 @@ def forward_all(decoder: Decoder, batch: ForwardBatch, attn: AttentionBackend) -
     return decoder.forward(replace(batch, sample_index=every), attn)
 
 
+def states_step(work: list[tuple[Sequence, int]]) -> StepInputs:
+    """The part of a step that states need."""
+    none = np.empty(0, np.int64)
+    return StepInputs(
+        number=0,
+        num_decode=0,
+        slots=np.array([seq.slot for seq, _ in work]),
+        starts=np.array([seq.computed for seq, _ in work]),
+        lengths=np.array([n for _, n in work]),
+        samples=none,
+        token_ids=none,
+        prompt_rows=none,
+        growth=[Growth(seq.slot, 0, array("i")) for seq, _ in work if not seq.computed],
+        copies=(),
+        new_pages=array("i"),
+    )
+
+
 class ModelLoop:
     """Computes sequences on pages drawn at random from a pool whose memory starts as NaN: reading a slot that was
     never written, or another sequence's, cannot go unnoticed."""
@@ -52,10 +72,10 @@ class ModelLoop:
         self.kv = make_pool(spec, num_pages, native=False)
         self.kv.data.fill_(torch.nan)
         self.attn = make_backend(backend, decoder.spec.attention, self.kv)
-        self._states: StatePool | None = None
+        self._states: SlotStates | None = None
         if decoder.spec.states:
-            self._states = StatePool(decoder.spec.states, self.kv.compute_dtype, _SLOTS)
-            for layer in self._states.layers:
+            self._states = SlotStates(decoder.spec.states, self.kv, _SLOTS, num_pages)
+            for layer in self._states.buffers.layers:
                 layer.conv.fill_(torch.nan)
                 layer.matrix.fill_(torch.nan)
         self._free_slots = list(range(_SLOTS))
@@ -110,11 +130,7 @@ class ModelLoop:
             further.append(PageTable(same.slot_mapping, same.page_indices))
         states = None
         if self._states is not None:
-            states = self._states.begin_rows(
-                np.array([seq.slot for seq, _ in work]),
-                np.array([seq.computed for seq, _ in work]),
-                np.array([n for _, n in work]),
-            )
+            states = self._states.begin_step(states_step(work))
         return replace(batch, further=tuple(further), states=states)
 
     def step(self, work: list[tuple[Sequence, int]]) -> None:

@@ -92,13 +92,17 @@ class Slot:
     table: list[int] = field(default_factory=list)
     further: list[list[int]] = field(default_factory=list)
     """Page tables of the further groups."""
+    position: int = 0
+    """Tokens that the running state has seen, for models that have one."""
+    state: int = 1
     last: int = UNKNOWN_TOKEN
 
 
 class Device:
     """Runs plans in order; `memory[page][offset]` is the KV state last written there, `host[slot]` a page's copy.
 
-    A row of a further group writes the same state to each page of a block, and reads what its rule says.
+    A row of a further group writes the same state to each page of a block, and reads what its rule says. A group of
+    snapshots is written at the ends of pages that have one, and read where a row does not continue its slot's state.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -114,6 +118,7 @@ class Device:
         self.copied = 0
         self.damaged = 0
         """Pages that came back damaged."""
+        self.snapshots_read = 0
         self.slots = [Slot() for _ in range(limits.max_running_requests)]
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -127,7 +132,7 @@ class Device:
             table = self.slots[growth.slot].further[growth.group]
             table.extend([-1] * (growth.base - len(table)))
             assert len(table) >= growth.base
-            assert -1 not in growth.pages
+            assert -1 not in growth.pages or self.groups[growth.group].kind == "state"
             table[growth.base :] = list(growth.pages)
         states: list[int] = []
         tokens: list[int] = []
@@ -140,6 +145,7 @@ class Device:
             ids = [slot.last if t == UNKNOWN_TOKEN else t for t in row.tokens]
             assert UNKNOWN_TOKEN not in ids
             assert len(ids) == row.n
+            self._restore(slot, row.start)
             state = 1 if row.start == 0 else self._read(slot, row.start - 1)
             if self.damage is not None and self._differing(slot, row.start, row.start):
                 state ^= 1 << 8
@@ -149,7 +155,10 @@ class Device:
                 drawn.append(next_token(state))
                 page, off = divmod(row.start + i, self.page_size)
                 self.memory[slot.table[page]][off] = state
-                for index in range(len(self.groups)):
+                for index, rule in enumerate(self.groups):
+                    if rule.kind == "state":
+                        self._advance(slot, index, token, page if off + 1 == self.page_size else -1)
+                        continue
                     for copy in self._block(slot, index, page):
                         self.memory[copy][off] = state
             states.append(state)
@@ -163,6 +172,32 @@ class Device:
         self._check(plan, states)
         sizes = tuple(runs) if plan.drafted else ()
         return StepResult(tokens, runs=sizes, damaged_pages=damaged)
+
+    def _restore(self, slot: Slot, start: int) -> None:
+        """Bring a running state to where a row begins, from a snapshot if need be."""
+        for index, rule in enumerate(self.groups):
+            if rule.kind != "state":
+                continue
+            if start == 0:
+                slot.state = 1
+            elif slot.position != start:
+                place, behind = divmod(start, self.page_size)
+                assert not behind, "a row begins inside a page, where no snapshot is"
+                found = {tuple(self.memory[copy]) for copy in self._block(slot, index, place - 1)}
+                ((slot.state, *_),) = found
+                self.snapshots_read += 1
+            slot.position = start
+            assert start == 0 or slot.state == self._read(slot, start - 1), "another state"
+
+    def _advance(self, slot: Slot, group: int, token: int, full_page: int) -> None:
+        """Let a running state see a token. Args: `full_page`: the page that it fills; -1: none."""
+        slot.state = chain(slot.state, token)
+        slot.position += 1
+        width = self.groups[group].width
+        if full_page < 0 or slot.further[group][full_page * width] == -1:
+            return
+        for copy in self._block(slot, group, full_page):
+            self.memory[copy] = [slot.state] * self.page_size
 
     def spoil_all(self) -> None:
         """Let every KV slot of the device hold NaN."""
@@ -209,6 +244,8 @@ class Device:
         """(further group, position) of what a row that begins at `start` sees before `end` and group 0 has not."""
         found = []
         for index, rule in enumerate(self.groups):
+            if rule.kind == "state":
+                continue
             for position in range(rule.first_visible(start), end):
                 page, off = divmod(position, self.page_size)
                 states = {self.memory[copy][off] for copy in self._block(slot, index, page)}

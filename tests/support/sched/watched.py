@@ -308,6 +308,8 @@ class WatchedScheduler(Scheduler):
                     block = list(held.pages[place * group.width : (place + 1) * group.width])
                     if place < held.first:
                         assert set(block) == {NO_PAGE}, "a page left behind is still named"
+                    elif group.rule.kind == "state" and set(block) == {NO_PAGE}:
+                        continue  # no snapshot is taken here
                     elif block[0] not in held.private:
                         block_counts[block[0]] += 1
                         assert group.owns(block[0])

@@ -20,6 +20,18 @@ class LimitFlags:
         also=("--max-num-seqs",),
         ge=1,
     )
+    state_snapshot_tokens: int = opt(
+        1024,
+        "tokens from one snapshot of a sequence's state to the next, for models whose layers keep "
+        "one: prefixes are reused up to a snapshot [tokens]",
+        ge=1,
+    )
+    state_snapshot_share: float = opt(
+        0.5,
+        "most of the KV pool that snapshots of states take; 0: such models reuse no prefixes",
+        ge=0.0,
+        le=1.0,
+    )
     max_queued_requests: int = opt(
         4096, "most requests waiting per DP rank; more are answered 503 with Retry-After", ge=1
     )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from baton.layers import ops
 from baton.layers.attention.base import AttentionBackend, ForwardBatch
+from baton.layers.recurrent_state import StateRows
 from baton.models.blocks.norm import NormBlock
 from baton.models.blocks.rope import RopeTables
 from baton.models.blocks.tensors import move_tensors
@@ -72,21 +73,32 @@ class DeltaBlock:
         Args: `layer`: its number among the layers with a state.
         """
         assert batch.states is not None, "a runner keeps states for models that have them"
-        state = batch.states.layers[layer]
-        rows = batch.states.rows
+        states = batch.states
+        state = states.layer(layer)
         delta = self.spec.delta
         projected = ops.linear(x, self.qkvz)
         inputs, z = projected.split((delta.channels, delta.value_size), dim=1)
-        qkv = ops.causal_conv(inputs, self.conv, state.conv, rows)
-        results = ops.gated_delta(
-            qkv,
-            ops.linear(x, self.gates),
-            self.rate,
-            self.bias,
-            sizes=delta,
-            state=state.matrix,
-            rows=rows,
-        )
+        qkv = x.new_empty((len(x), delta.channels))
+        gates = ops.linear(x, self.gates)
+        results = x.new_empty((len(x), delta.value_size))
+
+        def pass_conv(rows: StateRows) -> None:
+            ops.causal_conv(inputs, self.conv, state=state.conv, rows=rows, out=qkv)
+
+        def pass_rule(rows: StateRows) -> None:
+            ops.gated_delta(
+                qkv,
+                gates,
+                self.rate,
+                self.bias,
+                sizes=delta,
+                state=state.matrix,
+                rows=rows,
+                out=results,
+            )
+
+        states.advance(layer, 0, pass_conv)
+        states.advance(layer, 1, pass_rule)
         normed = self.head_norm.apply(results.view(-1, delta.value_dim)).view_as(results)
         # Rounded once, as transformers does: silu of a gate in float32.
         gate = z.float()

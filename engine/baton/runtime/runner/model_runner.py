@@ -12,7 +12,7 @@ With tensor parallelism the first rank executes plans and tells the others each 
 Per slot it keeps the state that plans leave out: the page table (plans carry only its growth), the
 last sampled token (the token table that lets step n+1 be planned before step n's tokens are known),
 the sampler's view of the sequence, and the states of layers that have some
-(layers.recurrent_state).
+(slot_states).
 
 Not thread-safe: one thread calls `execute` or `execute_remote`, in plan order.
 """
@@ -34,10 +34,10 @@ from torch import Tensor
 from baton.layers.attention.base import AttentionBackend, ForwardBatch, PageTable
 from baton.layers.host_pool import HostPool
 from baton.layers.kv_pool import KvTensors
-from baton.layers.recurrent_state import StatePool
 from baton.models.served import ServedModel
 from baton.runtime.grammar.store import GrammarStore
 from baton.runtime.grammar.token_masks import MaskFiller
+from baton.runtime.runner.slot_states import SlotStates
 from baton.runtime.runner.step_inputs import (
     Growth,
     StepArrays,
@@ -93,15 +93,18 @@ class ModelRunner:
             (max_slots, min(longest, kv.num_pages)), np.int32
         )
         self._further_tables: list[NDArray[np.int32]] = [
-            np.zeros((*self._page_table.shape, rule.width), np.int32) for rule in kv.spec.rules
+            np.zeros((*self._page_table.shape, rule.width), np.int32)
+            for rule in kv.spec.rules
+            if rule is not kv.spec.snapshots
         ]
         """Page tables of the further page groups: [slots, pages of tokens, width]. Entries of pages
         that no row sees any more are those of the last owner of the slot.
         """
-        self._states: StatePool | None = None
+        self._states: SlotStates | None = None
         """Of layers that keep a state per sequence, where there are some."""
         if model.spec.states:
-            self._states = StatePool(model.spec.states, kv.compute_dtype, max_slots)
+            pages = self._page_table.shape[1]
+            self._states = SlotStates(model.spec.states, kv, max_slots, pages)
         self._last_token: NDArray[np.int64] = np.full(max_slots, UNKNOWN_TOKEN, np.int64)
         self._sample_rows: list[SampleRow | None] = [None] * max_slots
         self._prompts = PromptTable()
@@ -141,6 +144,7 @@ class ModelRunner:
         batch = self._make_batch(step, indices)
         self._model.prepare(batch, self._attn)
         hidden = self._model.compute_hidden(batch, self._attn)
+        self._end_states()
         num_draws = len(sample_rows)
         logits = self._model.compute_logits(hidden[:num_draws]).float()
         result = sample_tokens(logits, sample_rows, self._mask_filler)
@@ -190,6 +194,7 @@ class ModelRunner:
             batch = self._make_batch(step, indices)
             self._model.prepare(batch, self._attn)
             hidden = self._model.compute_hidden(batch, self._attn)
+            self._end_states()
             num_sampling = len(hidden) - len(step.prompt_rows)
             self._model.compute_logits(hidden[:num_sampling])
             for _ in self._prompt_logits(hidden[num_sampling:]):
@@ -317,6 +322,9 @@ class ModelRunner:
         for slot, base, pages in step.growth:
             self._page_table[slot, base : base + len(pages)] = pages
         for slot, group, base, pages in step.further:
+            # Snapshots of states are no pages of attention.
+            if group == len(self._further_tables):
+                continue
             self._further_tables[group][slot].reshape(-1)[base : base + len(pages)] = pages
         slots = step.slots
         starts = step.starts
@@ -364,10 +372,14 @@ class ModelRunner:
             ),
         )
 
+    def _end_states(self) -> None:
+        if self._states is not None:
+            self._states.end_step()
+
     def _make_batch(self, step: StepInputs, indices: StepArrays) -> ForwardBatch:
         states = None
         if self._states is not None:
-            states = self._states.begin_rows(step.slots, step.starts, step.lengths)
+            states = self._states.begin_step(step)
         return ForwardBatch(
             token_ids=torch.from_numpy(indices.token_ids),
             positions=torch.from_numpy(indices.positions),

@@ -77,8 +77,20 @@ class KvManager:
             limits.page_groups,
         )
         self._groups = self.cache.groups
-        self.pages_per_block = 1 + sum(group.width for group in self._groups)
-        """Pages of the pool that one more page of tokens takes, in all groups."""
+        self._states: GroupPages | None = None
+        """Snapshots of states, for models that have some."""
+        for group in self._groups:
+            if group.rule.kind == "state":
+                self._states = group
+        needed = [group.width for group in self._groups if group is not self._states]
+        self.pages_per_block = 1 + sum(needed)
+        """Pages of the pool that one more page of tokens needs, in all groups."""
+        self._most_snapshot_pages = int(limits.state_snapshot_share * limits.num_pages)
+        self._given: list[tuple[RadixNode, array[int]]] = []
+        """Snapshots that the tree has and the plan that is being made writes: the end of their
+        path, and their first pages."""
+        self._private_snapshots = 0
+        """Pages of snapshots that the tree does not have."""
         self._limits = limits
         self._publishes = limits.radix_cache
         self._priority = limits.priority
@@ -148,7 +160,8 @@ class KvManager:
         """Pages of the pool that a sequence holds, in all groups."""
         pages = len(seq.pages)
         for group, held in zip(self._groups, seq.further, strict=False):
-            pages += len(held.pages) - held.first * group.width
+            own = held.pages[held.first * group.width :]
+            pages += len(own) - own.count(NO_PAGE)
         return pages
 
     def private_pages(self, seq: Seq) -> int:
@@ -331,6 +344,10 @@ class KvManager:
         for group, _, block in self._blocks_of(match):
             group.lock(block)
         return match
+
+    def holds_snapshot(self, match: PrefixMatch) -> bool:
+        """Whether a locked match keeps a snapshot, which takes pages that no estimate counts."""
+        return self._states is not None and match.num_tokens > 0
 
     def drop_match(self, match: PrefixMatch) -> None:
         """Unlock a match that no sequence takes."""
@@ -538,7 +555,8 @@ class KvManager:
         if need <= 0:
             return True
         if self._groups:
-            return self._extend_all(seq, need, seq.computed if position is None else position)
+            start = seq.computed if position is None else position
+            return self._extend_all(seq, need, start, tokens)
         pages = self.allocate(need)
         if pages is None:
             return False
@@ -546,24 +564,40 @@ class KvManager:
         seq.private.update(pages)
         return True
 
-    def _extend_all(self, seq: Seq, need: int, position: int) -> bool:
+    def _extend_all(self, seq: Seq, need: int, position: int, tokens: int) -> bool:
         """`extend` by `need` pages of tokens in all groups."""
         self._hold_further(seq)
+        # A snapshot that is left behind before the tree has it would be lost.
+        if self._states is not None and any(held.private for held in seq.further):
+            self.publish(seq)
         self._leave_behind(seq, position)
         first = len(seq.pages)
         end = first + need
         # What the next row does not see gets no block: D pulls the end of a window alone.
-        visible = [max(group.first_block(position), first) for group in self._groups]
+        visible = [
+            end if group is self._states else max(group.first_block(position), first)
+            for group in self._groups
+        ]
         sizes = [
             (end - start) * group.width for group, start in zip(self._groups, visible, strict=True)
         ]
         pages = self.allocate(need + sum(sizes))
+        # A sequence alone in the pool would wait for pages that its own snapshots take.
+        if pages is None and self._drop_snapshots(seq):
+            pages = self.allocate(need + sum(sizes))
         if pages is None:
             return False
         seq.pages.extend(pages[:need])
         seq.private.update(pages[:need])
         taken = need
         for group, held, start, size in zip(self._groups, seq.further, visible, sizes, strict=True):
+            if group is self._states:
+                held.pages.extend(array("i", (NO_PAGE,)) * (need * group.width))
+                # A row of a prompt fills whole pages up to its end. One token at a time fills its
+                # page with later rows, which bring no pages.
+                last = end if seq.is_decoding else tokens // self.page_size
+                self._add_snapshots(seq, held, group, range(first, last))
+                continue
             # No block in front of the first visible one is held, so that none is left behind.
             if start > first:
                 held.pages.extend(array("i", (NO_PAGE,)) * ((start - first) * group.width))
@@ -572,6 +606,59 @@ class KvManager:
             held.private.update(pages[taken : taken + size])
             taken += size
         return True
+
+    def _add_snapshots(
+        self, seq: Seq, held: FurtherPages, group: GroupPages, places: range
+    ) -> None:
+        """Find pages for snapshots of a sequence's state at the end of these pages of tokens."""
+        width = group.width
+        # A snapshot that no other sequence can find is worth nothing.
+        if not self._publishes:
+            return
+        for place in group.rule.snapshot_places(places, self.page_size, len(seq.tokens)):
+            pages = self._allocate_snapshot(group)
+            if pages is None:
+                return
+            held.pages[place * width : (place + 1) * width] = pages
+            held.private.update(pages)
+
+    def _drop_snapshots(self, seq: Seq) -> bool:
+        """Free a sequence's snapshots that the tree lacks. Returns whether there were any."""
+        if self._states is None:
+            return False
+        width = self._states.width
+        held = seq.further[self._groups.index(self._states)]
+        freed = array("i")
+        # The row that fills the last page writes the snapshot there, which the runner knows of.
+        for place in range(held.first, seq.computed // self.page_size):
+            pages = held.pages[place * width : (place + 1) * width]
+            if pages[0] in held.private:
+                freed.extend(pages)
+                held.pages[place * width : (place + 1) * width] = array("i", (NO_PAGE,)) * width
+        held.private.difference_update(freed)
+        self._private_snapshots -= len(freed)
+        self.allocator.free(freed)
+        return bool(freed)
+
+    def _allocate_snapshot(self, group: GroupPages) -> array[int] | None:
+        """Pages for a snapshot within the share of the pool; None: there are none to spare."""
+        while self._snapshot_pages(group) + group.width > self._most_snapshot_pages:
+            evicted = group.next_block(passed=True) or group.next_block(passed=False)
+            # Running sequences hold all of the share.
+            if evicted is None:
+                return None
+            self.allocator.free(group.pop_block(*evicted))
+        # Without the watermark a snapshot would take the room that decoding needs next.
+        if self.available < group.width + self.watermark:
+            return None
+        pages = self.allocate(group.width)
+        if pages is not None:
+            self._private_snapshots += group.width
+        return pages
+
+    def _snapshot_pages(self, group: GroupPages) -> int:
+        """Pages of the pool that snapshots take."""
+        return self._private_snapshots + group.evictable_pages + group.locked_pages
 
     def _hold_further(self, seq: Seq) -> None:
         """Let a sequence have page tables of the further groups, from its first pages on."""
@@ -586,6 +673,9 @@ class KvManager:
         """
         for group, held in zip(self._groups, seq.further, strict=True):
             visible = min(group.first_block(position), len(seq.pages))
+            # A snapshot is read by the row that begins with it alone, the first one that names it.
+            if group is self._states and seq.pages_sent_to_runner > visible:
+                visible = position // self.page_size
             self._give_back(group, held, visible, left_behind=True)
 
     def _give_back(
@@ -596,9 +686,14 @@ class KvManager:
         freed = array("i")
         for place in range(held.first, end):
             pages = held.pages[place * width : (place + 1) * width]
+            # No snapshot was taken here.
+            if pages[0] == NO_PAGE:
+                continue
             if pages[0] in held.private:
                 held.private.difference_update(pages)
                 freed.extend(pages)
+                if group is self._states:
+                    self._private_snapshots -= width
             else:
                 group.unlock(pages[0], left_behind=left_behind)
             held.pages[place * width : (place + 1) * width] = array("i", (NO_PAGE,)) * width
@@ -641,8 +736,11 @@ class KvManager:
 
     # ------------------------------------------------------------------ giving
 
-    def publish(self, seq: Seq) -> None:
-        """Offer every whole page of known tokens whose computation is scheduled to the tree."""
+    def publish(self, seq: Seq, *, leaves: bool = False) -> None:
+        """Offer every whole page of known tokens whose computation is scheduled to the tree.
+
+        Args: `leaves`: the sequence releases its pages next.
+        """
         first = seq.published
         last = min(seq.computed, len(seq.tokens)) // self.page_size
         # Without a radix cache all pages stay private, and are free when the sequence ends.
@@ -652,6 +750,14 @@ class KvManager:
             # Pages computed from a damaged one would give other sequences wrong tokens.
             return
         priority = self._priority.base(seq)
+        if self._states is not None and not leaves:
+            probe = self.cache.probe(seq.key, seq.req.namespace, last * self.page_size)
+            known = probe.num_tokens // self.page_size
+            # The tree has these tokens without a snapshot in front of the sequence. It would lock
+            # the tree's pages beside its own, and alone in the pool wait for them for ever.
+            if known > first:
+                self._give_snapshots(seq, self._states, range(first, min(known, last)), priority)
+                return
         further = [
             held.pages[first * group.width : last * group.width]
             for group, held in zip(self._groups, seq.further, strict=True)
@@ -671,6 +777,46 @@ class KvManager:
                 if pages[0] in held.private and group.owns(pages[0]):
                     held.private.difference_update(pages)
                     group.lock(pages[0])
+                    if group is self._states:
+                        self._private_snapshots -= group.width
+
+    def _give_snapshots(self, seq: Seq, states: GroupPages, places: range, priority: int) -> None:
+        """Let the tree have a sequence's snapshots at pages of tokens that it has already."""
+        width = states.width
+        held = seq.further[self._groups.index(states)]
+        further = [
+            own.pages[places.start * group.width : places.stop * group.width]
+            if group is states
+            else array("i", (NO_PAGE,)) * (len(places) * group.width)
+            for group, own in zip(self._groups, seq.further, strict=True)
+        ]
+        pages = seq.pages[places.start : places.stop]
+        inserted = self.cache.insert(
+            seq.key, pages, seq.req.namespace, places.start, priority, further=further
+        )
+        given = array("i")
+        for place in places:
+            block = held.pages[place * width : (place + 1) * width]
+            if block[0] in held.private and states.owns(block[0]):
+                held.private.difference_update(block)
+                held.pages[place * width : (place + 1) * width] = array("i", (NO_PAGE,)) * width
+                self._private_snapshots -= width
+                states.lock(block[0])
+                given.append(block[0])
+        if given:
+            self.cache.lock(inserted.node)
+            self._given.append((inserted.node, given))
+
+    def release_given(self) -> None:
+        """Let snapshots be evicted that sequences of this plan gave to the tree: the next owner
+        of their pages writes in a later step than the one that takes them.
+        """
+        for node, blocks in self._given:
+            self.cache.unlock(node)
+            for block in blocks:
+                assert self._states is not None, "snapshots are given by models with states"
+                self._states.unlock(block, left_behind=True)
+        self._given = []
 
     def release_device_memory(self, seq: Seq, mode: str, prefill_rate: float) -> None:
         """Release everything that a sequence holds, which is going to come back.
@@ -687,7 +833,7 @@ class KvManager:
         in the tree.
         """
         if mode != "recompute":
-            self.publish(seq)
+            self.publish(seq, leaves=True)
         # Remembered, because the sequence leaves its path before the end of it may be moved.
         node = seq.node
         self.release_pages(seq)

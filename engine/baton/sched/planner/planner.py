@@ -108,6 +108,7 @@ class Planner:
             # The pages just freed may let another sequence run; each round frees those of one.
             return self.plan(now)
         plan = self._finish_plan(draft, num_answering, stopped_by, num_retracted)
+        state.memory.release_given()
         return PlanOutcome(plan, stopped_by, draft.seconds_budget, self._growth.counted)
 
     def _finish_plan(

@@ -210,6 +210,12 @@ class PrefillPlanner:
         num_cached = max(len(match.pages), len(seq.pages))
         available = memory.available  # without the prefix, which is locked
         need = self._estimate.pages_for(seq, cached_pages=num_cached, available=available)
+        if need > available and memory.holds_snapshot(match):
+            # The prompt may fit a pool that has no room for its pages beside the snapshot.
+            memory.drop_match(match)
+            match = memory.match_prefix(seq, 0)
+            available = memory.available
+            need = self._estimate.pages_for(seq, cached_pages=0, available=available)
         lacks_pages = need > available
         # A request that passes the reserved one for ever would keep it out for ever.
         if lacks_pages or not self._reservation.may_pass(seq):

@@ -78,6 +78,8 @@ class Limits:
 
     page_groups: tuple[GroupRule, ...] = ()
     """The page groups beside group 0, which holds every token of a sequence."""
+    state_snapshot_share: float = 0.5
+    """Most of the pool that snapshots of states take."""
     starvation_secs: float = 10.0
     """Waiting for longer, overtaken by later requests, is starving (metrics only)."""
 

@@ -500,7 +500,9 @@ class SchedulerState:
             f"the model computed NaN or infinity after {len(seq.tokens)} tokens; "
             "send the request again, and check the checkpoint and --dtype when it happens to all"
         )
-        self.memory.publish(seq)  # what the same step computed leaves the tree with the rest
+        self.memory.publish(
+            seq, leaves=True
+        )  # what the same step computed leaves the tree with the rest
         self.memory.quarantine(seq)
         self.end_with_error(seq, error, "CLIENT_GONE")
 
@@ -520,7 +522,7 @@ class SchedulerState:
         """Publish what is worth keeping, free the rest and drop the sequence."""
         is_computed_here = seq.state is SeqState.RUNNING or seq.handle in self.retained
         if is_computed_here:
-            self.memory.publish(seq)
+            self.memory.publish(seq, leaves=True)
         self._release_memory(seq)
         self.dequeue(seq)
         tables = (
