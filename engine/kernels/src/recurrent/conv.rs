@@ -128,8 +128,8 @@ unsafe fn pass_row<S: Simd, E: ElementType>(
             inputs[tap] = inputs[tap + 1];
         }
     }
-    for tap in 0..newest {
-        store_part::<S, E>(state.add(tap * call.channels + channel), inputs[tap], n);
+    for (tap, input) in inputs.iter().enumerate().take(newest) {
+        store_part::<S, E>(state.add(tap * call.channels + channel), *input, n);
     }
 }
 
