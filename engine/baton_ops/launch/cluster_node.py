@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from baton.config import SECRETS
 from baton.config.flags import flag_name
+from baton.config.groups.steps import SpeculationFlags
 from baton_ops.launch.cluster_plan import MODE, ClusterPlan
 from baton_ops.launch.supervisor import ChildProcess
+
+NOT_FOR_PREFILL = frozenset(f.name for f in fields(SpeculationFlags))
+"""Flags about answers, which a prefill node does not compute: it refuses them."""
 
 
 @dataclass
@@ -54,7 +58,13 @@ class ClusterNode:
             if "simulate" in self.plan.engine
             else {"cpu_threads": max(1, _count_cores() // self.plan.processes)}
         )
-        shared = {name: value for name, value in self.plan.engine.items() if name not in SECRETS}
+        # An engine refuses flags about what its role does not do.
+        unused = NOT_FOR_PREFILL if self.role == "prefill" else frozenset()
+        shared = {
+            name: value
+            for name, value in self.plan.engine.items()
+            if name not in SECRETS and name not in unused
+        }
         flags = command_words({**node_flags, **threads, **self.plan.gpu_share, **shared})
         return [sys.executable, "-m", "baton_ops.cli", "engine", *flags, *self.plan.args[self.role]]
 

@@ -17,6 +17,7 @@ import pytest
 from baton_ops.clients.http_client import HttpClient
 from baton_ops.clients.instance import is_answered_by, stated_incarnation, wait_until_well
 from baton_ops.clients.local_keys import forget_control_key, known_control_key
+from baton_ops.launch.cluster_node import ClusterNode
 from baton_ops.launch.cluster_plan import parse_flags
 from baton_ops.launch.local_cluster import (
     PORT_TAKEN,
@@ -350,3 +351,11 @@ def test_state_file_that_another_cluster_wrote_stays(tmp_path: Path) -> None:
     cluster.write_state()
     asyncio.run(cluster.stop())
     assert not path.exists()
+
+
+def test_flags_about_answers_go_to_the_nodes_that_compute_them() -> None:
+    plan = parse_flags(["--speculative-algorithm", "NGRAM", "--page-size", "8"])
+    prefill, decode = (ClusterNode(role, role, plan).argv() for role in ("prefill", "decode"))
+    assert "--speculative-algorithm" in decode
+    assert "--speculative-algorithm" not in prefill
+    assert "--page-size" in prefill
