@@ -6,6 +6,7 @@
 
 use std::marker::PhantomData;
 
+use super::quantized::RowProduct;
 use super::{PANEL, Weight};
 use crate::elem::ElementType;
 use crate::simd::{Simd, SimdKernel};
@@ -169,6 +170,15 @@ impl<E: ElementType> PanelSums<'_, E> {
                     stream,
                     ..operands
                 });
+            }
+            // Nothing shares what would be decoded.
+            Weight::Quantized(weight) if self.rows == 1 && !E::DOT => {
+                let row = RowProduct {
+                    x,
+                    out: operands.out,
+                    add: operands.add,
+                };
+                weight.add_row::<S, E>(panel, from, units, row);
             }
             Weight::Quantized(weight) => {
                 for first in (0..units).step_by(TILE_UNITS) {
