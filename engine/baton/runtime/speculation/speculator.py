@@ -1,9 +1,9 @@
 """Offers drafted tokens for the steps of one rank, and learns which drafts come true.
 
-1. Every LOOK_INTERVAL-th step the speculator looks at the running answers without waiting for the
-   device: it compares its last proposals with the tokens that came, whether a step had them as
-   drafts or not, and proposes again. So acceptance is measured where nothing is drafted, at no
-   cost but the host's.
+1. Every few steps, at most LOOK_INTERVAL, the speculator looks at the running answers without
+   waiting for the device: it compares its last proposals with the tokens that came, whether a step
+   had them as drafts or not, and proposes again. So acceptance is measured where nothing is
+   drafted, at no cost but the host's.
 2. Where the scheduler would draft (Scheduler.would_draft), the loop waits for the steps in flight,
    because drafts follow the last token, and offers what is proposed then; it does so before each
    step until LINGER steps in a row had no drafts.
@@ -95,7 +95,9 @@ class Speculator:
 
     def look(self, answering: Sequence[Seq]) -> list[DraftOffer]:
         """Offers behind the tokens known so far, with steps in flight: to decide by."""
-        self._steps_to_look = LOOK_INTERVAL
+        # A look takes time for each answer: a few are looked at in each step, so that drafting
+        # begins with their first tokens.
+        self._steps_to_look = min(len(answering), LOOK_INTERVAL)
         offers = []
         for followed in self._propose(answering):
             tokens = followed.proposal

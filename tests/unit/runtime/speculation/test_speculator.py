@@ -115,11 +115,14 @@ def test_proposals_are_compared_whether_they_were_drafted_or_not() -> None:
 def test_looks_come_in_intervals_and_drafting_lingers() -> None:
     speculator = Speculator(Echo(), 4, Grammars())
     assert speculator.is_look_due
-    speculator.look([])
+    speculator.look([sequence(handle) for handle in range(2 * LOOK_INTERVAL)])
     for _ in range(LOOK_INTERVAL):
         assert not speculator.is_look_due
         speculator.on_planned(plan())
     assert speculator.is_look_due
+    speculator.look([sequence()])
+    speculator.on_planned(plan())
+    assert speculator.is_look_due, "one answer is looked at in each step"
     assert not speculator.is_drafting
     speculator.on_planned(plan(3))
     for _ in range(LINGER):
