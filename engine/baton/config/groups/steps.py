@@ -24,6 +24,7 @@ class LimitFlags:
         1024,
         "tokens from one snapshot of a sequence's state to the next, for models whose layers keep "
         "one: prefixes are reused up to a snapshot [tokens]",
+        on_device=True,
         ge=1,
     )
     state_snapshot_share: float = opt(

@@ -40,6 +40,7 @@ def test_token_batch_round_trips() -> None:
                 None,
                 STAGES,
                 None,
+                None,
             )
         ),
         EmittedTokens(
