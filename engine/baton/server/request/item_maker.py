@@ -116,7 +116,10 @@ class ItemMaker:
         placements = place(
             shared.request, len(rows), n, self.config.disaggregation_mode, self.config.dp_size
         )
-        params = replace(shared.params, grammar=draft.grammar.text)
+        params = shared.params
+        # A copy of all parameters takes a tenth of a short request's validation.
+        if draft.grammar.text:
+            params = replace(params, grammar=draft.grammar.text)
         prompt_logprobs = shared.accepted.answer.prompt_logprobs
         items = []
         for i, ids in enumerate(rows):
