@@ -492,16 +492,17 @@ class Scheduler:
                     self._announce_pages(seq)
             if sample:
                 seq.inflight -= 1
-                if len(seq.tokens) == seq.prompt_len:
+                known = len(seq.tokens)
+                if known == seq.prompt_len:
                     computed_tokens = seq.prompt_len - max(seq.cached_tokens, 0)
                     state.times.on_prompt_computed(computed_tokens, state.now)
                 if seq.state in TAKES_TOKENS:
                     completes = first in completed
                     self._take_token(seq, tokens[first], logprobs.get(first), completes)
                 if drafts:
-                    behind = self._take_run(seq, result, range(first + 1, next_first))
+                    self._take_run(seq, result, range(first + 1, next_first))
                     # The last token of the run is no draft.
-                    drawn = min(1 + behind, next_first - first - 1)
+                    drawn = min(len(seq.tokens) - known, next_first - first - 1)
                     state.stats.on_drafted(seq, drafts, drawn)
                     state.count_drafts(seq, drawn, drafts - drawn)
         state.stats.on_step(plan, state.now)
@@ -555,18 +556,14 @@ class Scheduler:
             seq.finish = finish
             state.end_request(seq, "")
 
-    def _take_run(self, seq: Seq, result: StepResult, behind: range) -> int:
-        """Take the tokens that a row with drafts drew behind its first one.
-
-        Returns how many there are, as far as the answer goes.
-        """
-        for taken, index in enumerate(behind):
+    def _take_run(self, seq: Seq, result: StepResult, behind: range) -> None:
+        """Take the tokens that a row with drafts drew behind its first one."""
+        for index in behind:
             # The answer ended inside the run: without drafts nothing would have been drawn behind.
             if seq.state not in TAKES_TOKENS:
-                return taken
+                return
             completes = index in result.completed
             self._take_token(seq, result.tokens[index], result.logprobs.get(index), completes)
-        return len(behind)
 
     def _announce_pages(self, seq: Seq) -> None:
         """P: prompt pages that the committed steps made final, the last partial one with the end of

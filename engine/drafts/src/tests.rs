@@ -492,7 +492,8 @@ fn place_behind_too_many_newer_ones_is_not_seen() {
 
 #[test]
 fn full_store_drops_oldest_answers_of_any_group() {
-    let (one, two) = (b"one".as_slice().into(), b"two".as_slice().into());
+    let one = b"one".as_slice().into();
+    let two = b"two".as_slice().into();
     let mut store = AnswerStore::new(1, 3 * (10 + ANSWER_OVERHEAD));
     store.insert(&one, &[1; 10]);
     store.insert(&two, &[2; 10]);

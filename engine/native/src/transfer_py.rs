@@ -526,7 +526,8 @@ fn copy_pages<'py>(
 ) -> Bound<'py, PyBytes> {
     let pages: Vec<(usize, usize)> = page_ids(source_pages).zip(page_ids(target_pages)).collect();
     let hashes = py.detach(|| {
-        let (source, target) = (source as *const u8, target as *mut u8);
+        let source = source as *const u8;
+        let target = target as *mut u8;
         // SAFETY: the caller's promise, see above.
         unsafe { copy_hash_pages(target, source, page_bytes, &pages) }
     });

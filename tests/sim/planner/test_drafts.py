@@ -9,7 +9,9 @@ from collections.abc import Callable
 import pytest
 
 from baton.cache.group_pages import GroupRule
+from baton.sched.metrics.step_time import StepTime
 from baton.sched.planner.draft_lengths import (
+    PROBE_INTERVAL,
     DraftCandidate,
     StepCosts,
     choose_draft_lengths,
@@ -18,7 +20,7 @@ from baton.sched.policies import POLICIES
 from baton.sched.scheduler import Scheduler
 from baton.sched.setup.limits import Limits
 from baton.sched.types.draft_offer import DraftOffer
-from baton.sched.types.plan import StepPlan, StepResult
+from baton.sched.types.plan import Row, StepPlan, StepResult, StopReason
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import FinishReason
 from baton.sched.types.sequence import Seq
@@ -299,6 +301,45 @@ def test_a_failure_in_a_rejected_position_is_none() -> None:
     node.absorb()
     assert node.errors == {}
     assert node.outputs[0] == answer[:2]
+
+
+def test_drafts_that_never_pay_are_probed() -> None:
+    """Their time is measured only in steps that have some."""
+    node = Node(
+        Limits(
+            num_pages=400, page_size=4, max_running_requests=4, max_queued_requests=9, step_tokens=16
+        ),
+        depth=1,
+    )  # fmt: skip
+    req = request(0, [1, 2, 3], 200, ignore_eos=True)
+    node.sched.add(req)
+    node.step()
+    drafted = []
+    for _ in range(2 * PROBE_INTERVAL):
+        plan = plan_with(node, [0, 0, 0], acceptance=0.01)
+        drafted.append(plan.drafted)
+        node.sched.commit(plan, node.device.execute(plan))
+        node.sched.observe(plan, 0.1)
+        node.absorb()
+    # Before the first step is measured, drafts cost nothing.
+    probes = [i for i, counts in enumerate(drafted[1:], 1) if counts]
+    assert probes == [PROBE_INTERVAL]
+    assert drafted[PROBE_INTERVAL] == (1,)
+    assert node.outputs[0] == reference(req.prompt, 200, True)[: len(node.outputs[0])]
+
+
+def test_steps_with_drafts_teach_nothing_about_others() -> None:
+    times = StepTime(64)
+    row = Row(0, 0, 5, 1, True, array("i", [1]), 0, array("i"))
+    plain = StepPlan(1, (row,), 1, (), array("i"), StopReason.QUEUE_EMPTY)
+    wide = row._replace(n=5, tokens=array("i", [1, 2, 3, 4, 5]))
+    with_drafts = StepPlan(2, (wide,), 0, (), array("i"), StopReason.QUEUE_EMPTY, drafted=(4,))
+    for _ in range(20):
+        times.observe(plain, 0.010)
+        times.observe(with_drafts, 0.014)
+    assert times.decode_seconds(1) == pytest.approx(0.010)
+    assert times.draft_seconds(4) == pytest.approx(0.004)
+    assert times.prefill_rate == StepTime(64).prefill_rate
 
 
 def test_drafts_stop_paying_in_larger_batches() -> None:

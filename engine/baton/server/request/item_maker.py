@@ -117,7 +117,7 @@ class ItemMaker:
             shared.request, len(rows), n, self.config.disaggregation_mode, self.config.dp_size
         )
         params = shared.params
-        # A copy of all parameters takes a tenth of a short request's validation.
+        # Most requests have none, and a copy of all parameters for each of them shows in profiles.
         if draft.grammar.text:
             params = replace(params, grammar=draft.grammar.text)
         prompt_logprobs = shared.accepted.answer.prompt_logprobs

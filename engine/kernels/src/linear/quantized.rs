@@ -347,8 +347,8 @@ const MOST_VECTORS: usize = 8;
 
 impl QuantizedWeight {
     /// Products of one row with units [from, from + units) of a panel, added up in registers: the
-    /// bits are those of decoding the units first, which takes a third longer where no other row
-    /// shares them. Not for products by the dot product instruction.
+    /// bits are those of decoding the units first, which pays only where other rows share them.
+    /// Not for products by the dot product instruction.
     ///
     /// # Safety
     /// `from` begins a word; x covers the units.
