@@ -136,6 +136,14 @@ def test_node_that_does_both_phases() -> None:
     assert spans[1].events[0][2] == [("baton.tokens", 16)]
 
 
+def test_drafts_of_an_answer_are_told_where_there_were_some() -> None:
+    times = {"admitted_at": 3.0, "first_token_at": 5.0, "ended_at": 8.0}
+    *_, plain = timeline_spans(timeline(**times), 0, unix)
+    *_, drafted = timeline_spans(timeline(**times, draft_tokens=9, drafts_drawn=7), 0, unix)
+    told = dict(drafted.attributes).items() - dict(plain.attributes).items()
+    assert told == {("baton.draft_tokens", 9), ("baton.accepted_draft_tokens", 7)}
+
+
 def test_prefill_node_holds_a_lease() -> None:
     spans = timeline_spans(
         timeline(admitted_at=3.0, first_token_at=5.0, ended_at=30.0, leased_pages=7, finish="DONE"),

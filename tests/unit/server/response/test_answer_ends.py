@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,6 +58,17 @@ def check_all(local: LocalEngine, texts: list[Case], chats: list[Case]) -> None:
 def test_pairs_of_conditions_and_settings(local: LocalEngine) -> None:
     """Every pair of values, in few answers."""
     check_all(local, text_cases(), chat_cases())
+
+
+def test_pairs_of_conditions_and_settings_with_drafts(tmp_path: Path) -> None:
+    """Answers end inside runs of tokens where they end without drafts."""
+    local = LocalEngine(make_chain_checkpoint(tmp_path / "chain"), speculative_algorithm="NGRAM")
+    sched = local.engine.sched
+    # Without measured times each draft counts as free.
+    sched.observe = lambda *_: None  # type: ignore[method-assign]
+    check_all(local, text_cases(), chat_cases())
+    assert sched.stats.counters()["spec_decode_num_accepted_tokens_total"] > 0
+    local.close()
 
 
 @pytest.mark.slow
