@@ -45,6 +45,7 @@ BOLD = "\x1b[1m"
 YELLOW = "\x1b[33m"
 RED = "\x1b[31m"
 PLAIN = "\x1b[0m"
+UNKNOWN = "-"
 STATE_COLORS = {"ready": "", "draining": YELLOW, "starting": YELLOW}
 """Other states are red."""
 
@@ -76,8 +77,12 @@ class NodeRow:
     load: int
     queued_tokens: int | None
     kv_usage: float | None
+    kv_further_usage: float | None
+    """Share of the KV pages that windows, chunks and states take."""
     prefill_tokens_per_s: float | None
     decode_tokens_per_s: float | None
+    drafts_accepted: float | None
+    """Share of the drafted tokens that were drawn, mean of the ranks that drafted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +248,9 @@ def _node_of_feed(node: dict[str, Any]) -> NodeRow:
     reports = [rank["report"] for rank in node["ranks"] if rank.get("report")]
     pages = _sum_field(reports, "kv_pages")
     used = _sum_field(reports, "kv_pages_used")
+    further = _sum_field(reports, "kv_further_pages")
+    shares = (rank.get("drafts_accepted") for rank in node["ranks"])
+    accepted = [share for share in shares if share is not None]
     return NodeRow(
         url=node["url"],
         role=node["role"],
@@ -251,8 +259,10 @@ def _node_of_feed(node: dict[str, Any]) -> NodeRow:
         load=node["load"],
         queued_tokens=_sum_field(reports, "queued_tokens"),
         kv_usage=used / pages if pages and used is not None else None,
+        kv_further_usage=further / pages if pages and further is not None else None,
         prefill_tokens_per_s=_sum_field(node["ranks"], "prefill_tokens_per_s"),
         decode_tokens_per_s=_sum_field(node["ranks"], "decode_tokens_per_s"),
+        drafts_accepted=sum(accepted) / len(accepted) if accepted else None,
     )
 
 
@@ -290,8 +300,10 @@ def _node_of_poll(worker: dict[str, Any], engines: Sequence[MetricSample]) -> No
         load=int(worker.get("load", 0)),
         queued_tokens=None,
         kv_usage=1 - free / pages if pages else None,
+        kv_further_usage=None,
         prefill_tokens_per_s=None,
         decode_tokens_per_s=rate,
+        drafts_accepted=None,
     )
 
 
@@ -301,11 +313,15 @@ def _node_of_poll(worker: dict[str, Any], engines: Sequence[MetricSample]) -> No
 def format_number(value: float | None, unit: str = "") -> str:
     """Four characters at most, and the unit; a dash for unknown values."""
     if value is None:
-        return "-"
+        return UNKNOWN
     for suffix, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(value) >= size:
             return f"{value / size:.3g}{suffix}{unit}"
     return f"{value:.3g}{unit}"
+
+
+def format_share(value: float | None) -> str:
+    return UNKNOWN if value is None else f"{value:.0%}"
 
 
 def short_address(url: str) -> str:
@@ -329,7 +345,7 @@ def render_screen(router: str, snapshot: TopSnapshot, *, is_colored: bool, colum
     ready = sum(node.state == "ready" for node in snapshot.nodes)
     queued = counted(snapshot.queued_requests, "request")
     shown = sorted(snapshot.nodes, key=lambda node: (node.role, node.url))
-    head, *rows = format_table(NODE_COLUMNS, [_node_cells(node) for node in shown])
+    head, *rows = _node_table(shown)
     lines = [
         ScreenLine(f"{router}  {ready} of {len(shown)} nodes ready, {queued} queued"),
         ScreenLine(""),
@@ -367,8 +383,21 @@ class ScreenLine:
         return f"{self.style}{cut}{PLAIN}" if is_colored and self.style else cut
 
 
-NODE_COLUMNS = ("NODE", "STATE", "LOAD", "QUEUED", "KV", "PREFILL/S", "DECODE/S")
-"""The last four: prompt tokens that wait, share of the KV pages in use, tokens per second."""
+NODE_COLUMNS = (
+    "NODE",
+    "STATE",
+    "LOAD",
+    "QUEUED",
+    "KV",
+    "FURTHER",
+    "PREFILL/S",
+    "DECODE/S",
+    "DRAFTS",
+)
+"""Behind LOAD: prompt tokens that wait, share of the KV pages in use, share that windows, chunks
+and states take, tokens per second, share of drafted tokens that were drawn."""
+OPTIONAL_COLUMNS = ("FURTHER", "DRAFTS")
+"""Left out where no node has them: a terminal has few columns."""
 PAIR_COLUMNS = ("PAIR", "TRANSPORT", "REQUESTS", "SPEED", "FAILURES")
 REQUEST_COLUMNS = ("SLOWEST RECENT REQUESTS", "MS", "OUTCOME", "ATTEMPTS", "WORKER")
 
@@ -379,10 +408,23 @@ def _node_cells(node: NodeRow) -> list[object]:
         node.state,
         node.load,
         format_number(node.queued_tokens),
-        "-" if node.kv_usage is None else f"{node.kv_usage:.0%}",
+        format_share(node.kv_usage),
+        format_share(node.kv_further_usage),
         format_number(node.prefill_tokens_per_s),
         format_number(node.decode_tokens_per_s),
+        format_share(node.drafts_accepted),
     ]
+
+
+def _node_table(nodes: Sequence[NodeRow]) -> list[str]:
+    rows = [_node_cells(node) for node in nodes]
+    shown = [
+        place
+        for place, name in enumerate(NODE_COLUMNS)
+        if name not in OPTIONAL_COLUMNS or any(row[place] != UNKNOWN for row in rows)
+    ]
+    head = [NODE_COLUMNS[place] for place in shown]
+    return format_table(head, [[row[place] for place in shown] for row in rows])
 
 
 def _pair_cells(pair: PairRow) -> list[object]:

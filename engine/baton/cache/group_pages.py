@@ -78,6 +78,16 @@ class GroupRule:
         ]
 
 
+@dataclass(slots=True)
+class GroupUsage:
+    """Pages of the pool that further groups of one kind take."""
+
+    held: int = 0
+    """Locked in the tree, or private to a sequence; those on their way to or from a peer too."""
+    cached: int = 0
+    """In the tree, evictable."""
+
+
 class TreeEdge(Protocol):
     """A node of the tree (cache.radix), as far as further groups go."""
 

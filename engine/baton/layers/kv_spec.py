@@ -291,6 +291,25 @@ class KVSpec:
         return self.full_group.page_bytes
 
     @property
+    def summary(self) -> list[dict[str, object]]:
+        """The groups for people: `page_groups` of GET /get_server_info. `block_bytes`: what a page
+        of tokens takes in the group, or a snapshot."""
+        groups: list[dict[str, object]] = [
+            {
+                "kind": group.kind,
+                "retain": group.retain,
+                "layers": len(group.layer_numbers),
+                "block_bytes": group.width * self.page_bytes,
+            }
+            for group in self.groups
+        ]
+        if self.snapshots is not None:
+            retain = f"every {self.snapshots.size} tokens"
+            block_bytes = self.snapshots.width * self.page_bytes
+            groups.append({"kind": "state", "retain": retain, "block_bytes": block_bytes})
+        return groups
+
+    @property
     def token_bytes(self) -> int:
         """Bytes that each token of a sequence takes as long as the sequence lives."""
         return self.page_bytes // self.full_group.page_tokens

@@ -195,6 +195,7 @@ def load_rank(
         "dtype": spec.dtype,
         "kv_cache_dtype": kv.spec.page_dtype,
         "layout": layout,
+        "page_groups": kv.spec.summary,
         "max_total_num_tokens": limits.capacity_tokens,
         "kv_pool_bytes": pages * kv.page_bytes,
         "num_pages": pages,

@@ -38,10 +38,13 @@ names! {
         STARTED_TOKENS = "started_tokens",
         PAGES_FREE = "pages_free",
         PAGES = "pages",
+        FURTHER_PAGES = "further_pages",
         PREFILL_RATE = "prefill_rate",
         DECODE_RATE = "decode_rate",
         PREFILLED = "prefilled",
         GENERATED = "generated",
+        DRAFTED = "drafted",
+        ACCEPTED = "accepted",
         BANDS = "bands",
     }
 }

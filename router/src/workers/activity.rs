@@ -11,6 +11,8 @@ const MIN_SPAN_MS: u64 = 2_000;
 pub struct TokenRates {
     pub prefill_tokens_per_s: f64,
     pub decode_tokens_per_s: f64,
+    /// Share of the drafted tokens that were drawn; `None`: nothing was drafted.
+    pub drafts_accepted: Option<f64>,
 }
 
 #[derive(Debug, Default)]
@@ -33,9 +35,12 @@ impl WorkerActivity {
         if span_ms >= MIN_SPAN_MS {
             let per_s =
                 |now: u64, before: u64| now.saturating_sub(before) as f64 * 1e3 / span_ms as f64;
+            let drafted = totals.drafted.saturating_sub(base.drafted);
+            let accepted = totals.accepted.saturating_sub(base.accepted);
             self.rates = Some(TokenRates {
                 prefill_tokens_per_s: per_s(totals.prefilled, base.prefilled),
                 decode_tokens_per_s: per_s(totals.generated, base.generated),
+                drafts_accepted: (drafted > 0).then(|| accepted as f64 / drafted as f64),
             });
             self.base = Some((totals, at_ms));
         }
@@ -57,10 +62,14 @@ mod tests {
             rank: 0,
             queued_tokens: 0,
             running: None,
+            further_pages: None,
             queued_requests: None,
             totals: Some(TokenTotals {
                 prefilled,
                 generated,
+                // Three of four drafts come true.
+                drafted: generated / 30 * 4,
+                accepted: generated / 30 * 3,
             }),
             age_ms,
         }
@@ -77,6 +86,7 @@ mod tests {
         let rates = TokenRates {
             prefill_tokens_per_s: 200.0,
             decode_tokens_per_s: 15.0,
+            drafts_accepted: Some(0.75),
         };
         assert_eq!(activity.rates, Some(rates));
         assert_eq!(activity.last(14_000).map(|(_, age_ms)| age_ms), Some(2_000));

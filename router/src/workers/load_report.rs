@@ -9,6 +9,8 @@
 //! Both name the incarnation of the engine that reports: a report of another process than the one
 //! that described itself is not taken.
 
+use std::collections::HashMap;
+
 use http::{HeaderMap, HeaderName, HeaderValue};
 use router_core::RunningLoad;
 use serde::Deserialize;
@@ -26,6 +28,9 @@ pub struct LoadReport {
     pub queued_tokens: u64,
     /// Running batch and KV pages, if all of that was reported.
     pub running: Option<RunningLoad>,
+    /// Of the pages used, those of windows, chunks and states; `None`: the model has no such layers,
+    /// or the engine tells nothing of them.
+    pub further_pages: Option<u64>,
     /// Requests that wait for a slot, if that was reported.
     pub queued_requests: Option<u64>,
     /// Tokens since the rank's start, if both were reported.
@@ -40,13 +45,23 @@ pub struct TokenTotals {
     /// Prompt tokens that went through the model.
     pub prefilled: u64,
     pub generated: u64,
+    /// Drafted tokens, and those of them that were drawn; 0 of engines that do not draft.
+    pub drafted: u64,
+    pub accepted: u64,
 }
 
 impl TokenTotals {
-    fn of(prefilled: Option<u64>, generated: Option<u64>) -> Option<Self> {
+    fn of(
+        prefilled: Option<u64>,
+        generated: Option<u64>,
+        drafted: Option<u64>,
+        accepted: Option<u64>,
+    ) -> Option<Self> {
         Some(Self {
             prefilled: prefilled?,
             generated: generated?,
+            drafted: drafted.unwrap_or(0),
+            accepted: accepted.unwrap_or(0),
         })
     }
 }
@@ -103,8 +118,11 @@ pub fn of_header(value: &HeaderValue) -> Result<LoadHeader<'_>, MalformedReport>
     let mut waiting = None;
     let mut pages_free = None;
     let mut pages = None;
+    let mut further_pages = None;
     let mut prefilled = None;
     let mut generated = None;
+    let mut drafted = None;
+    let mut accepted = None;
     for part in text.split(';') {
         let (name, value) = part.split_once('=').ok_or(MalformedReport)?;
         let place = match name.trim() {
@@ -120,8 +138,11 @@ pub fn of_header(value: &HeaderValue) -> Result<LoadHeader<'_>, MalformedReport>
             load_keys::QUEUED => &mut waiting,
             load_keys::PAGES_FREE => &mut pages_free,
             load_keys::PAGES => &mut pages,
+            load_keys::FURTHER_PAGES => &mut further_pages,
             load_keys::PREFILLED => &mut prefilled,
             load_keys::GENERATED => &mut generated,
+            load_keys::DRAFTED => &mut drafted,
+            load_keys::ACCEPTED => &mut accepted,
             _ => continue,
         };
         *place = Some(value.trim().parse::<u64>().map_err(|_| MalformedReport)?);
@@ -149,8 +170,9 @@ pub fn of_header(value: &HeaderValue) -> Result<LoadHeader<'_>, MalformedReport>
         rank,
         queued_tokens: started.ok_or(MalformedReport)?.saturating_add(queued),
         running: running(),
+        further_pages,
         queued_requests: waiting,
-        totals: TokenTotals::of(prefilled, generated),
+        totals: TokenTotals::of(prefilled, generated, drafted, accepted),
         age_ms: age_ms.ok_or(MalformedReport)?,
     };
     Ok(LoadHeader {
@@ -173,14 +195,23 @@ pub fn of_loads(body: &[u8]) -> Result<PolledLoads, serde_json::Error> {
         age_ms: Option<u64>,
         prefilled_tokens: Option<u64>,
         generated_tokens: Option<u64>,
+        drafted_tokens: Option<u64>,
+        accepted_tokens: Option<u64>,
         load: Option<Load>,
     }
     #[derive(Deserialize)]
     struct Load {
         queued_tokens: u64,
         started_tokens: u64,
+        /// By kind of page group.
+        #[serde(default)]
+        further_pages: HashMap<String, GroupUsage>,
         #[serde(flatten)]
         running: Option<Running>,
+    }
+    #[derive(Deserialize)]
+    struct GroupUsage {
+        held: u64,
     }
     #[derive(Deserialize)]
     struct Running {
@@ -205,7 +236,15 @@ pub fn of_loads(body: &[u8]) -> Result<PolledLoads, serde_json::Error> {
             queued_tokens: load.queued_tokens.saturating_add(load.started_tokens),
             queued_requests: load.running.as_ref().map(|running| running.queued_requests),
             running: load.running.map(running),
-            totals: TokenTotals::of(of.prefilled_tokens, of.generated_tokens),
+            further_pages: (load.further_pages.into_values())
+                .map(|usage| usage.held)
+                .reduce(u64::saturating_add),
+            totals: TokenTotals::of(
+                of.prefilled_tokens,
+                of.generated_tokens,
+                of.drafted_tokens,
+                of.accepted_tokens,
+            ),
             age_ms: of.age_ms?,
         })
     });
@@ -234,11 +273,14 @@ pub fn sum(reports: &[LoadReport]) -> Option<LoadReport> {
     let add_totals = |(a, b): (TokenTotals, TokenTotals)| TokenTotals {
         prefilled: plus(a.prefilled, b.prefilled),
         generated: plus(a.generated, b.generated),
+        drafted: plus(a.drafted, b.drafted),
+        accepted: plus(a.accepted, b.accepted),
     };
     reports.iter().copied().reduce(|sum, report| LoadReport {
         rank: sum.rank,
         queued_tokens: plus(sum.queued_tokens, report.queued_tokens),
         running: sum.running.zip(report.running).map(add_running),
+        further_pages: (sum.further_pages.zip(report.further_pages)).map(|(a, b)| plus(a, b)),
         queued_requests: sum
             .queued_requests
             .zip(report.queued_requests)
@@ -258,7 +300,8 @@ mod tests {
     }
 
     const FULL: &str = "rank=3;reqs=2;tokens=900;age_ms=40;running=1;queued=1;queued_tokens=500;started_tokens=70;\
-        pages_free=12;pages=64;prefill_rate=9000;decode_rate=100;prefilled=700;generated=80;bands=high:300,default:200";
+        pages_free=12;pages=64;further_pages=9;prefill_rate=9000;decode_rate=100;prefilled=700;generated=80;\
+        drafted=40;accepted=30;bands=high:300,default:200";
 
     #[test]
     fn engines_header_is_read_in_any_order() {
@@ -270,10 +313,13 @@ mod tests {
                 pages_used: 52,
                 pages: 64,
             }),
+            further_pages: Some(9),
             queued_requests: Some(1),
             totals: Some(TokenTotals {
                 prefilled: 700,
                 generated: 80,
+                drafted: 40,
+                accepted: 30,
             }),
             age_ms: 40,
         };
@@ -322,11 +368,11 @@ mod tests {
     #[test]
     fn loads_are_read_and_summed() {
         let body = br#"{"incarnation":"a","dp_rank_count":3,"loads":[
-            {"dp_rank":0,"num_reqs":1,"age_ms":10,"prefilled_tokens":100,"generated_tokens":20,"load":{"queued_tokens":5,"started_tokens":6,"bands":{},
-                "running_requests":3,"queued_requests":2,"transfer_requests":1,"pages_free":4,"pages_evictable":5,"pages":16}},
+            {"dp_rank":0,"num_reqs":1,"age_ms":10,"prefilled_tokens":100,"generated_tokens":20,"drafted_tokens":8,"accepted_tokens":6,"load":{"queued_tokens":5,"started_tokens":6,"bands":{},
+                "running_requests":3,"queued_requests":2,"transfer_requests":1,"pages_free":4,"pages_evictable":5,"pages":16,"further_pages":{"window":{"held":3,"cached":1},"state":{"held":2,"cached":0}}}},
             {"dp_rank":1,"num_reqs":0,"age_ms":null,"load":null},
             {"dp_rank":2,"num_reqs":1,"age_ms":30,"prefilled_tokens":5,"generated_tokens":1,"load":{"queued_tokens":0,"started_tokens":9,
-                "running_requests":1,"queued_requests":0,"transfer_requests":0,"pages_free":16,"pages_evictable":0,"pages":16}},
+                "running_requests":1,"queued_requests":0,"transfer_requests":0,"pages_free":16,"pages_evictable":0,"pages":16,"further_pages":{"window":{"held":1,"cached":7}}}},
             {"dp_rank":3,"num_reqs":1,"age_ms":30,"load":{"queued_tokens":0,"started_tokens":0}}]}"#;
         let polled = of_loads(body).unwrap();
         assert_eq!(polled.incarnation.as_deref(), Some("a"));
@@ -338,9 +384,12 @@ mod tests {
         let all = sum(&reports[..2]).unwrap();
         assert_eq!((all.queued_tokens, all.age_ms), (20, 30));
         assert_eq!(all.queued_requests, Some(2));
+        assert_eq!(all.further_pages, Some(6));
         let totals = TokenTotals {
             prefilled: 105,
             generated: 21,
+            drafted: 8,
+            accepted: 6,
         };
         assert_eq!(all.totals, Some(totals));
         let running = RunningLoad {

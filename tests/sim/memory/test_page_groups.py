@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
-from baton.cache.group_pages import GroupRule
+from baton.cache.group_pages import NO_PAGE, GroupRule
 from baton.sched.setup.limits import Limits
 from baton.sched.types.sequence import Seq
 from tests.support.probes import GroupPagesProbe
@@ -93,6 +93,28 @@ def test_without_a_share_no_snapshot_is_taken_and_nothing_is_found() -> None:
     node = Node(limits_of(200, (GroupRule("state", 4, 2),), state_snapshot_share=0.0), depth=1)
     answer_all(node, [[1, 2, 3] * 20] * 2)
     assert node.cached == {0: 0, 1: 0}
+
+
+def test_reports_state_the_pages_of_each_kind() -> None:
+    groups = (GroupRule("window", 16, 2), GroupRule("state", 16, 3), GroupRule("window", 6, 1))
+    node = Node(limits_of(300, groups), depth=2)
+    for handle in range(12):
+        node.sched.add(request(handle, [handle % 3] * 30 + [handle] * 20, 12, ignore_eos=True))
+    reported = set()
+    while node.step():
+        tables: dict[str, set[int]] = {"window": set(), "state": set()}
+        for seq in node.probe.seqs.values():
+            for rule, held in zip(groups, seq.further, strict=False):
+                tables[rule.kind].update(held.pages)
+        usage = node.sched.report.load().further_pages
+        for kind, pages in tables.items():
+            assert usage[kind].held == len(pages - {NO_PAGE})
+        assert sum(of_kind.cached for of_kind in usage.values()) <= node.sched.ledger().cached
+        reported.update(kind for kind in usage if usage[kind].held and usage[kind].cached)
+    assert reported == {"window", "state"}
+    gauges = node.sched.report.gauges()
+    assert gauges['kv_further_pages{kind="window",state="held"}'] == 0
+    assert gauges['kv_further_pages{kind="state",state="cached"}'] > 0
 
 
 # ---- hits, memory in use, and long runs ----

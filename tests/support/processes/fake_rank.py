@@ -63,7 +63,7 @@ from baton.server.worker.messages import (
 from baton.server.worker.rank_config import RankConfig, decode_line
 
 BAND = {"4": WaitingLoad(2, 300)}
-LOAD = LoadReport(BAND, BAND, 2, 310, 300, 40, 1, 99, 0, 0, 0, 1, 7, 2, 12, 16, 1000.0, 10.4)
+LOAD = LoadReport(BAND, BAND, 2, 310, 300, 40, 1, 99, 0, 0, 0, 1, 7, 2, 12, 16, {}, 1000.0, 10.4)
 STAGES = FirstTokenStages(0.0015, PulledPages("shm", 3, 12288, 0.00025, 0.001))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import socket
@@ -106,6 +107,25 @@ def test_table_shows_all_and_fits_the_terminal() -> None:
     assert "serves no /ui/feed" in top.render_screen(
         "http://r", TopSnapshot("poll", 0), is_colored=False, columns=100
     )
+
+
+def test_columns_of_drafts_and_further_pages_appear_where_a_node_has_them() -> None:
+    plain = top.render_screen("http://r", top.read_feed(EVENT), is_colored=False, columns=1000)
+    assert "FURTHER" not in plain
+    assert "DRAFTS" not in plain
+    event = copy.deepcopy(EVENT)
+    first, second = event["nodes"][0]["ranks"]
+    first["report"]["kv_further_pages"] = 30
+    first["drafts_accepted"] = 0.5
+    second["drafts_accepted"] = 0.0
+    text = top.render_screen("http://r", top.read_feed(event), is_colored=False, columns=1000)
+    head, row = (
+        next(line.split() for line in text.splitlines() if line.startswith(begin))
+        for begin in ("NODE", "prefill")
+    )
+    # The role and the address of a node stand in one column.
+    shown = dict(zip(head[1:], row[2:], strict=True))
+    assert (shown["KV"], shown["FURTHER"], shown["DRAFTS"]) == ("25%", "15%", "25%")
 
 
 @pytest.mark.parametrize(

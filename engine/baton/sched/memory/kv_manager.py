@@ -29,7 +29,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 
-from baton.cache.group_pages import NO_PAGE, GroupPages
+from baton.cache.group_pages import NO_PAGE, GroupPages, GroupUsage
 from baton.cache.host import CopyRun, HostPage, HostTier
 from baton.cache.joint_prefix import JointPrefix, find_joint_prefix
 from baton.cache.kv_events import KvEventLog
@@ -167,6 +167,17 @@ class KvManager:
     def private_pages(self, seq: Seq) -> int:
         """Pages of the pool that a sequence owns outside the tree, in all groups."""
         return len(seq.private) + sum(len(held.private) for held in seq.further)
+
+    def further_usage(self, seqs: Iterable[Seq]) -> dict[str, GroupUsage]:
+        """Pages of the further groups by their kind. `seqs`: all that there are."""
+        usage: dict[str, GroupUsage] = {}
+        tables = [seq.further for seq in seqs if seq.further]
+        for index, group in enumerate(self._groups):
+            private = sum(len(further[index].private) for further in tables)
+            of_kind = usage.setdefault(group.rule.kind, GroupUsage())
+            of_kind.held += group.locked_pages + private
+            of_kind.cached += group.evictable_pages
+        return usage
 
     def prompt_pages(self, seq: Seq, cached_pages: int) -> int:
         """Pages that computing a waiting sequence's tokens takes, beside `cached_pages` of its

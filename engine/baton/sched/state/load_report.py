@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
+from baton.cache.group_pages import GroupUsage
 from baton.sched.policies.base import cached_tokens
 from baton.sched.queue.priority_buckets import BANDS, DEFAULT, band
 from baton.sched.state.tables import SchedulerState
@@ -66,6 +67,9 @@ class LoadReport:
     pages_evictable: int
     pages: int
     page_size: int
+    further_pages: dict[str, GroupUsage]
+    """Those of `pages` that further page groups take, by the groups' kind; empty where the model
+    has one group."""
     prefill_tokens_per_s: float
     decode_tokens_per_s: float
     """Measured, smoothed; 0 before the first step with decode rows."""
@@ -114,6 +118,7 @@ def measure_load(state: SchedulerState) -> LoadReport:
         pages_evictable=index.evictable_pages,
         pages=state.limits.num_pages,
         page_size=state.limits.page_size,
+        further_pages=state.memory.further_usage(state.seqs.values()),
         prefill_tokens_per_s=state.times.prefill_rate,
         decode_tokens_per_s=state.stats.decode_rate,
     )

@@ -60,7 +60,13 @@ class SchedulerReport:
         """
         policy = self._state.arrival_policy
         active = {policy.name: 0.0, policy.active: 1.0}
+        further = self._state.memory.further_usage(self._state.seqs.values())
         return {
+            **{
+                f'kv_further_pages{{kind="{kind}",state="{state}"}}': float(pages)
+                for kind, usage in further.items()
+                for state, pages in (("held", usage.held), ("cached", usage.cached))
+            },
             **{
                 f'requests{{state="{state}"}}': float(count)
                 for state, count in self.counts().items()

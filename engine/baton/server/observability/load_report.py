@@ -68,6 +68,8 @@ def format_load_header(rank: RankClient, process_id: str) -> str:
             keys.DECODE_RATE: round(load.decode_tokens_per_s),
             **_count_tokens(rank),
         }
+        if load.further_pages:
+            values[keys.FURTHER_PAGES] = sum(usage.held for usage in load.further_pages.values())
         if load.bands:
             values[keys.BANDS] = ",".join(
                 f"{name}:{entry.tokens}" for name, entry in load.bands.items()
@@ -93,11 +95,15 @@ def format_stages_header(stages: FirstTokenStages) -> str:
 def _count_tokens(rank: RankClient, suffix: str = "") -> dict[str, int]:
     """Count tokens since the rank's start, as of its last report."""
     keys = native_extension().load_keys
+    counters = {
+        keys.PREFILLED: "prompt_tokens_computed_total",
+        keys.GENERATED: "generated_tokens_total",
+        keys.DRAFTED: "spec_decode_num_draft_tokens_total",
+        keys.ACCEPTED: "spec_decode_num_accepted_tokens_total",
+    }
     return {
-        f"{keys.PREFILLED}{suffix}": int(
-            rank.stats.counters.get("prompt_tokens_computed_total", 0)
-        ),
-        f"{keys.GENERATED}{suffix}": int(rank.stats.counters.get("generated_tokens_total", 0)),
+        f"{key}{suffix}": int(rank.stats.counters.get(counter, 0))
+        for key, counter in counters.items()
     }
 
 

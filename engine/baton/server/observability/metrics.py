@@ -76,6 +76,12 @@ RANK = (
         "kv_pages", "KV pages by state: free, cached (evictable), held, in_transfer", ("state",)
     ),
     _gauge(
+        "kv_further_pages",
+        "models whose layers see a part of a sequence, or keep states: those of the KV pages that "
+        "such layers take, by kind (window, chunk, state) and state (held, cached)",
+        ("kind", "state"),
+    ),
+    _gauge(
         "kv_host_pages",
         "pages of the host tier by state: free, cached, pinned (preempted requests)",
         ("state",),

@@ -81,6 +81,9 @@ struct ReportView {
     queued_requests: Option<u64>,
     kv_pages: Option<u64>,
     kv_pages_used: Option<u64>,
+    /// Those of them that windows, chunks and states take.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    kv_further_pages: Option<u64>,
 }
 
 #[derive(Serialize)]
@@ -159,6 +162,7 @@ impl RankView {
             queued_requests: report.queued_requests,
             kv_pages: report.running.map(|running| running.pages),
             kv_pages_used: report.running.map(|running| running.pages_used),
+            kv_further_pages: report.further_pages,
         });
         Self {
             rank,
