@@ -85,7 +85,13 @@ class SimConfig:
         0.0, "steps take up to this share more or less than the model says, at random"
     )
     host_kv_tokens: int = opt(0, "size of the host tier behind the KV pool; 0: none [tokens]")
-    seed: int = opt(0, "seed of --jitter")
+    draft_acceptance: float = opt(
+        0.0,
+        "draft tokens of answers of which each is right with this probability; how many is the "
+        "engine's decision (with --role null); 0: none",
+    )
+    draft_tokens: int = opt(16, "most drafted tokens of a row and step [tokens]")
+    seed: int = opt(0, "seed of --jitter and --draft-acceptance")
     replay: str | None = opt(
         None,
         "instead of --trace: repeat the decisions in this file of an "
@@ -275,6 +281,7 @@ def _find_violations(sim: SimConfig, model: StepModel, policies: Sequence[str]) 
         yield f"--length-scale {sim.length_scale}: use a divisor of {BLOCK_TOKENS}"
     if sim.host_kv_tokens < 0:
         yield f"--host-kv-tokens {sim.host_kv_tokens}: must not be negative"
+    yield from _find_draft_violations(sim)
     if not 0 <= sim.jitter < 1:
         yield f"--jitter {sim.jitter}: use 0 up to below 1"
     if sim.plot is not None and not sim.plot.endswith(".svg"):
@@ -286,6 +293,20 @@ def _find_violations(sim: SimConfig, model: StepModel, policies: Sequence[str]) 
             )
     if not (model.step_ms or (model.token_us and model.weights_ms)):
         yield "--step-ms 0: a step must take time, or the clock would stand still"
+
+
+def _find_draft_violations(sim: SimConfig) -> Iterator[str]:
+    if not 0 <= sim.draft_acceptance <= 1:
+        yield f"--draft-acceptance {sim.draft_acceptance}: use 0 up to 1"
+    if sim.draft_tokens < 1:
+        yield f"--draft-tokens {sim.draft_tokens}: must be at least 1"
+    if sim.draft_acceptance and sim.role != "null":
+        yield "--draft-acceptance: a prefill node drafts nothing; add --role null"
+    if sim.draft_acceptance and sim.length_scale > 1:
+        yield (
+            f"--draft-acceptance with --length-scale {sim.length_scale}: a token that stands for "
+            "several is right or wrong as a whole; use --length-scale 1"
+        )
 
 
 def make_setting(run: SimulatedRun, trace: Sequence[TraceRequest]) -> NodeSetting:
@@ -309,6 +330,8 @@ def make_setting(run: SimulatedRun, trace: Sequence[TraceRequest]) -> NodeSettin
         timeout_secs=run.engine.request_timeout_secs,
         jitter=run.sim.jitter,
         seed=run.sim.seed,
+        draft_acceptance=run.sim.draft_acceptance,
+        draft_tokens=run.sim.draft_tokens,
     )
 
 

@@ -32,7 +32,8 @@ from baton.sched.types.events import EmittedTokens, Event, PrefillDone
 from baton.sched.types.hashing import uniform
 from baton.sched.types.plan import StepPlan, StepResult
 from baton.sched.types.request import FinishReason, Rendezvous, SamplingParams, ValidatedRequest
-from baton_ops.sim.trace import TraceRequest, answer_token, prompt_tokens
+from baton_ops.sim.drafts import draw_tokens, make_speculator
+from baton_ops.sim.trace import TraceRequest, prompt_tokens
 
 
 class RequestOutcome(Enum):
@@ -88,6 +89,10 @@ class NodeSetting:
     jitter: float = 0.0
     """Steps take up to this fraction more or less than the model says."""
     seed: int = 0
+    draft_acceptance: float = 0.0
+    """How often a drafted token is right; 0: nothing is drafted."""
+    draft_tokens: int = 0
+    """Most of them in a row of a step."""
 
 
 class StuckSimulation(RuntimeError):
@@ -170,6 +175,11 @@ class SimNode:
         self.busy_seconds = 0.0
         self.done = 0
         self._link = VirtualLink(self) if limits.role == "prefill" else None
+        speculator = None
+        if setting.draft_acceptance:
+            speculator = make_speculator(
+                setting.draft_acceptance, setting.draft_tokens, setting.seed
+            )
         self._loop = EngineLoop(
             self.sched,
             self,
@@ -177,6 +187,7 @@ class SimNode:
             overlap=setting.overlap,
             device=SameThread(),
             clock=lambda: self.now,
+            speculator=speculator,
         )
         self._rates = RateLimits(
             limits.fairness.tenants or TenantRules(), limits.fairness.max_idle_tenants
@@ -265,10 +276,7 @@ class SimNode:
             if record.started is None:
                 record.started = begins
         self._decisions.update(decided.tobytes())
-        tokens = [answer_token(row.handle) for row in plan.rows if row.sample]
-        return SimulatedStep(
-            self, StepResult(tokens, copy_seconds=copying), seconds, self._step_ends
-        )
+        return SimulatedStep(self, draw_tokens(plan, copying), seconds, self._step_ends)
 
     def run_clock_to(self, time: float) -> None:
         """A step ends; what requests got to hear until then, they heard before it."""

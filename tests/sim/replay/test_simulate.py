@@ -428,6 +428,13 @@ def test_all_means_every_policy_there_is() -> None:
         (["--token-us", "-1"], "--token-us -1.0: must not be negative"),
         (["--step-ms", "0", "--weights-ms", "0"], "the clock would stand still"),
         (["--plot", "x.png"], "only .svg"),
+        (["--draft-acceptance", "1.5"], "use 0 up to 1"),
+        (["--draft-acceptance", "0.5"], "add --role null"),
+        (["--draft-tokens", "0"], "must be at least 1"),
+        (
+            ["--draft-acceptance", "0.5", "--role", "null", "--length-scale", "2"],
+            "use --length-scale 1",
+        ),
     ],
 )
 def test_impossible_flags_are_refused(
@@ -742,3 +749,53 @@ def test_names_in_a_trace_are_checked(tmp_path: Path, capsys: pytest.CaptureFixt
     trace.write_text('{"timestamp": 0, "input_length": 4, "output_length": 1, "tenant": "a b"}\n')
     assert main.main(["simulate", "--trace", str(trace)]) == 2
     assert "line 1: tenant is 'a b'; a name has" in capsys.readouterr().err
+
+
+# ---- drafts ----
+
+WEIGHTS_ONLY = StepModel(
+    step_ms=1, token_us=0, weights_ms=9, attention_ns=0, kv_read_ns=0, transfer_ms=0, transfer_us=0
+)
+"""A step takes 10 ms, however many tokens it has."""
+
+
+def drafting(model: StepModel, acceptance: float, most: int = 4, seed: int = 0) -> SimNode:
+    """One answer of 401 tokens; returns the node when it is complete."""
+    setting = NodeSetting(
+        [request(0, 64, 401)],
+        [0.0],
+        model,
+        draft_acceptance=acceptance,
+        draft_tokens=most,
+        seed=seed,
+    )
+    node = SimNode(setting, budgets(role="null"))
+    node.run()
+    assert node.records[0].outcome is RequestOutcome.COMPLETED
+    assert node.records[0].answer_tokens == 401
+    return node
+
+
+def test_right_drafts_shorten_an_answer_by_their_number() -> None:
+    assert drafting(WEIGHTS_ONLY, 0.0).steps == 401
+    # A row with 4 drafts gives 5 tokens; the first steps measure how long one takes.
+    assert 80 < drafting(WEIGHTS_ONLY, 1.0).steps < 90
+
+
+def test_tokens_per_step_are_those_of_the_acceptance() -> None:
+    # Of 4 drafts as many count as come before the first wrong one: 1 + a + a^2 + a^3 + a^4 tokens.
+    expected = sum(0.6**n for n in range(5))
+    steps = sum(drafting(WEIGHTS_ONLY, 0.6, seed=seed).steps for seed in range(10))
+    assert steps == pytest.approx(10 * 401 / expected, rel=0.08)
+
+
+def test_drafts_that_do_not_pay_are_rarely_made() -> None:
+    slow = dataclasses.replace(MS_PER_TOKEN, transfer_ms=0)
+    node = drafting(slow, 0.3)
+    assert node.steps > 390
+    assert node.busy_seconds < 1.05 * drafting(slow, 0.0).busy_seconds
+
+
+def test_same_seed_drafts_the_same() -> None:
+    assert drafting(WEIGHTS_ONLY, 0.5).decisions == drafting(WEIGHTS_ONLY, 0.5).decisions
+    assert drafting(WEIGHTS_ONLY, 0.5).decisions != drafting(WEIGHTS_ONLY, 0.5, seed=1).decisions

@@ -60,8 +60,9 @@ def step_seconds(model: StepModel, plan: StepPlan, scale: int) -> float:
     new = attended = decode_context = 0
     for i, row in enumerate(plan.rows):
         new += row.n
-        if i < plan.num_decode:
-            decode_context += row.start + 1
+        # The context is read once for all tokens of a row that verifies drafts.
+        if i < plan.num_answering:
+            decode_context += row.start + row.n
         else:
             attended += row.n * row.start + row.n * (row.n + 1) // 2
     real_steps = scale if plan.num_decode else 1
