@@ -74,6 +74,10 @@ class ReplayError(ValueError):
     """A line that no recorder wrote; the message has its number."""
 
 
+def _default_of(f: dataclasses.Field[Any]) -> Any:
+    return f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+
+
 def to_plain(value: Any) -> Any:
     """Anything that a plan or an argument is made of as JSON values that say what they were."""
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -91,7 +95,7 @@ def to_plain(value: Any) -> Any:
         fields = {
             f.name: to_plain(values[f.name])
             for f in dataclasses.fields(value)
-            if values[f.name] != f.default
+            if values[f.name] != _default_of(f)
         }
         return {"class": type(value).__name__, "fields": fields}
     if isinstance(value, (list, tuple)):
