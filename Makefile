@@ -6,6 +6,9 @@ unexport PYTHONDONTWRITEBYTECODE
 # Tests of Rust mostly wait, for timeouts and for pauses of their own.
 export RUST_TEST_THREADS ?= $(shell expr 2 \* $$(nproc))
 
+# .ci/run has another one, for the same lints.
+CLIPPY = cargo clippy --locked --workspace --all-targets --quiet -- -D warnings
+
 help:      ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
 setup:     ## .venv with locked packages and the native extension; a no-op when nothing changed
@@ -44,7 +47,7 @@ bench: setup ## ratios of interleaved arms, the quick ones; the long ones and al
 	cargo bench --locked --quiet -p baton-router --bench cpu_per_request
 lint: setup ## formatters, linters, types, imports, spelling, structure of the sources and its figures
 	cargo fmt --all --check
-	cargo clippy --locked --workspace --all-targets --quiet -- -D warnings
+	$(CLIPPY)
 	$(py)ruff check
 	$(py)ruff format --check
 	$(py)mypy
