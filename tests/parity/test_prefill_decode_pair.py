@@ -43,7 +43,7 @@ LENGTHS = [1, 2, 3, 4, 5, 7, 8, 9, 63, 64, 65, 70, 130]
         (variant, transport)
         if transport == "shm" or variant in KINDS_OF_PAGES
         else pytest.param(variant, transport, marks=pytest.mark.slow)
-        for variant in sorted(VARIANTS.keys() - set(WITH_STATES))
+        for variant in sorted(VARIANTS)
         for transport in TRANSPORTS
     ],
 )

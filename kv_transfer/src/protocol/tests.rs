@@ -75,6 +75,7 @@ fn any_msg() -> impl Strategy<Value = Msg> {
                     first_page: first.min(n).into(),
                     total_pages: n.into(),
                     last_page_tokens: 7,
+                    tokens_at: None,
                     root: 9,
                 }],
                 payload,
@@ -240,6 +241,7 @@ fn oversized_and_inconsistent_messages_are_refused() {
         first_page: 0,
         total_pages: 1,
         last_page_tokens: 1,
+        tokens_at: None,
         root: 0,
     };
     let fin = |groups: usize, payload: usize| Msg::Final {
@@ -382,6 +384,7 @@ fn final_counts_the_pages_of_each_group() {
                 first_page: 0,
                 total_pages: 300,
                 last_page_tokens: 5,
+                tokens_at: None,
                 root: 1 << 40,
             },
             GroupTotal {
@@ -389,6 +392,7 @@ fn final_counts_the_pages_of_each_group() {
                 first_page: 268,
                 total_pages: 300,
                 last_page_tokens: 5,
+                tokens_at: None,
                 root: 9,
             },
         ],

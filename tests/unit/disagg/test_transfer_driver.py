@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton.disagg.calls import GroupGrant, GroupPages, TransferCall
+from baton.disagg.calls import GroupGrant, GroupIds, GroupPages, TransferCall
 from baton.disagg.events import (
     GrantRevoked,
     NodeEvent,
@@ -35,7 +35,7 @@ from baton.sched.types.request_timeline import PulledPages
 from tests.support.sched.sched_sim import Node, request
 
 VOCAB = 100
-GROUPS = (5,)
+GROUPS = GroupIds((5,))
 PAGES = (GroupPages(5, 0, 3, 4),)
 PULLED = PulledPages("shm", 3, 1, 0.1, 0.1)
 GOOD = msgspec.msgpack.encode([42, 0])
@@ -167,7 +167,7 @@ def test_first_token_that_completes_its_grammar_ends_the_answer(completes: bool 
     sched.ledger().check_idle(32)
 
 
-TWO_GROUPS = (5, 8)
+TWO_GROUPS = GroupIds((5, 8))
 """Ids of the page groups whose numbers are 0 and 1 to the scheduler."""
 
 

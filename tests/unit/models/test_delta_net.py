@@ -42,7 +42,7 @@ def test_every_fourth_layer_has_pages_and_the_others_a_state(tmp_path: Path) -> 
     spec = read(tmp_path)
     assert spec.paged_layers == list(range(3, 48, 4))
     assert len(spec.states) == 36
-    assert {state.state_bytes("bfloat16") for state in spec.states} == {49152 + 2097152}
+    assert {state.state_bytes("bfloat16") for state in spec.states.values()} == {49152 + 2097152}
     (group,) = spec.kv_spec(16).groups
     assert group.layer_numbers == spec.paged_layers
     kinds = ["full_attention", "linear_attention"] * 24

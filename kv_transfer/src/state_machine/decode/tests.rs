@@ -54,6 +54,7 @@ fn total(group: GroupId, first_page: u32, total_pages: u32) -> GroupTotal {
         first_page,
         total_pages,
         last_page_tokens: 5,
+        tokens_at: None,
         root: root_of((first_page..total_pages).map(|p| digest(p).sum)),
     }
 }
@@ -82,6 +83,7 @@ fn group_grant(group: GroupId, start_page: u32, pages: Vec<u32>) -> GroupGrant {
         group,
         start_page,
         pages,
+        tokens_at: None,
     }
 }
 

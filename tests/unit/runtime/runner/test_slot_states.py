@@ -20,13 +20,12 @@ from baton.sched.types.plan import FurtherGrowth
 
 LAYER = DeltaSpec(key_heads=1, value_heads=2, key_dim=3, value_dim=5, taps=4)
 PAGE = 4
-STATE_BYTES = 2 * LAYER.state_bytes("float32")
 WIDTH = 5
 
 
 def make_states() -> SlotStates:
     group = describe_heads([0], [0], 4, dtype="float32", page_tokens=PAGE)
-    spec = KVSpec((group,)).with_snapshots(STATE_BYTES, 8)
+    spec = KVSpec((group,)).with_states({0: LAYER, 2: LAYER}, 8)
     assert spec.snapshots is not None
     assert spec.snapshots.width == WIDTH
     pool = make_pool(spec, 40, native=False)
