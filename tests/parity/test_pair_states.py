@@ -15,7 +15,6 @@ import pytest
 from baton.errors import PromptTooLong
 from baton.sched.types.request import Rendezvous, ValidatedRequest
 from tests.parity.conftest import Reference
-
 from tests.parity.test_preempted_tokens import storm
 from tests.support.engines.engine_run import greedy
 from tests.support.models.checkpoints import VOCAB, WITH_STATES
@@ -68,7 +67,9 @@ def pair_of(ref: Reference, transport: str = "shm", **flags: object) -> Iterator
 
 
 @pytest.mark.parametrize("variant", WITH_STATES)
-@pytest.mark.parametrize("transport", ["shm", "tcp", pytest.param("gloo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "transport", ["tcp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("shm", "gloo"))]
+)
 def test_prompts_around_every_border_equal_transformers_with_hits_on_either_node(
     reference: Callable[[str], Reference], variant: str, transport: str
 ) -> None:
@@ -93,12 +94,17 @@ def test_prompts_around_every_border_equal_transformers_with_hits_on_either_node
 @pytest.mark.parametrize(
     "flags",
     [
-        {"page_size": 1, "chunked_prefill_size": 7},
-        {"page_size": 64, "chunked_prefill_size": 64},
-        {"state_snapshot_share": 0.0},
-        {"disable_radix_cache": True},
-        {"disable_overlap_schedule": True, "max_running_requests": 2},
         {**FULL_POOL, "state_snapshot_tokens": 8},
+        {"disable_radix_cache": True},
+        *(
+            pytest.param(flags, marks=pytest.mark.slow)
+            for flags in (
+                {"page_size": 1, "chunked_prefill_size": 7},
+                {"page_size": 64, "chunked_prefill_size": 64},
+                {"state_snapshot_share": 0.0},
+                {"disable_overlap_schedule": True, "max_running_requests": 2},
+            )
+        ),
     ],
     ids=str,
 )
@@ -117,7 +123,9 @@ def test_pair_equals_transformers_under_every_engine_setting(
 
 @pytest.mark.parametrize("variant", WITH_STATES)
 @pytest.mark.parametrize(
-    "flags", [{}, {"chunked_prefill_size": 16, "page_size": 16}, FULL_POOL], ids=str
+    "flags",
+    [{"chunked_prefill_size": 16}, pytest.param(FULL_POOL, marks=pytest.mark.slow)],
+    ids=str,
 )
 def test_suspended_on_either_node_the_tokens_are_transformers(
     reference: Callable[[str], Reference], variant: str, flags: dict[str, object]
@@ -187,9 +195,7 @@ def test_longest_prompt_that_fits_with_its_state_is_served_and_a_longer_one_refu
         assert pair.answer(prompts[:2], greedy(8)) == want, "one at a time"
         for half, room in itertools.product((pair.p, pair.d), (1, 2)):
             meet = Rendezvous("127.0.0.1", pair.bootstrap.port, room)
-            req = ValidatedRequest(
-                room, "long", array("i", prompts[2]), greedy(8), rendezvous=meet
-            )
+            req = ValidatedRequest(room, "long", array("i", prompts[2]), greedy(8), rendezvous=meet)
             with pytest.raises(PromptTooLong, match=f"holds {tokens};"):
                 half.engine.sched.add(req)
 

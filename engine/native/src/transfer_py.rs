@@ -4,11 +4,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use kv_transfer::node::PageGrant;
 use kv_transfer::pool::{KvPool, PoolError};
 use kv_transfer::protocol::{ClusterKeys, GroupPages};
 use kv_transfer::transport::checksum_copy::copy_hash_pages;
 use kv_transfer::transport::communicator::CommBackend;
-use kv_transfer::node::PageGrant;
 use kv_transfer::{BootstrapServer, NodeError, NodeEvent, TransferNode};
 use parking_lot::Mutex;
 use pyo3::create_exception;

@@ -403,6 +403,27 @@ fn final_counts_the_pages_of_each_group() {
     assert_eq!(Msg::decode(wire).unwrap(), fin);
 }
 
+/// Made with Python's msgspec.
+#[test]
+fn final_says_how_many_tokens_a_state_has_seen() {
+    let fin = Msg::Final {
+        room: 7,
+        attempt: 2,
+        groups: vec![GroupTotal {
+            group: 1,
+            first_page: 0,
+            total_pages: 3,
+            last_page_tokens: 0,
+            root: 9,
+            tokens_at: Some(4790),
+        }],
+        payload: vec![8, 9],
+    };
+    let wire = b"\x81\xa5FINAL\x84\xa4room\x07\xa7attempt\x02\xa6groups\x91\x86\xa5group\x01\xaafirst_page\x00\xabtotal_pages\x03\xb0last_page_tokens\x00\xa4root\x09\xa9tokens_at\xcd\x12\xb6\xa7payload\xc4\x02\x08\x09";
+    assert_eq!(fin.encode(), wire);
+    assert_eq!(Msg::decode(wire).unwrap(), fin);
+}
+
 /// Made with Python's msgspec: without the layout, which version 3 added.
 #[test]
 fn hello_of_version_2_is_read_so_that_its_version_can_be_refused() {

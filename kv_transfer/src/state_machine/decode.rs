@@ -710,7 +710,7 @@ impl DecodeRoom {
             // A state is advanced from where it stands: a token would be missed, or seen twice.
             if grant.tokens_at != total.tokens_at {
                 let reason = format!(
-                    "the state in group {group} has seen {}, and {} is needed here",
+                    "the state in group {group} has seen {}, one that has seen {} is needed here",
                     count_tokens(total.tokens_at),
                     count_tokens(grant.tokens_at)
                 );
@@ -893,7 +893,7 @@ impl DecodeRoom {
 
 /// How far a group's state has seen a prompt, for people.
 fn count_tokens(tokens_at: Option<u32>) -> String {
-    tokens_at.map_or("no count of tokens".to_owned(), |count| {
+    tokens_at.map_or("no stated tokens".to_owned(), |count| {
         format!("{count} tokens")
     })
 }

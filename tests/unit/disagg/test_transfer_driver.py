@@ -205,6 +205,33 @@ def test_pages_of_all_groups_are_granted_by_one_call() -> None:
     assert node.calls == [("grant", 101, (full, GroupGrant(8, 4, array("i", [3]).tobytes())))]
 
 
+WITH_STATE = GroupIds.of({"groups": [{"id": 5, "kind": "full"}, {"id": 8, "kind": "state"}]})
+
+
+def test_both_nodes_state_how_many_tokens_a_state_has_seen() -> None:
+    p = Runtime()
+    d = Runtime()
+    req = request(1, [1] * 14, 3, room=101)
+    done = PrefillDone(
+        req=req,
+        total_pages=4,
+        last_page_tokens=2,
+        token=42,
+        cached_tokens=0,
+        logprobs=None,
+        further=((0, 3),),
+    )
+    driver = PrefillTransferDriver(p, 60.0, WITH_STATE)
+    driver.apply_event(done, Scheduler(Limits(32, 4, 4, 100, 64, role="prefill")))
+    pages = (GroupPages(5, 0, 4, 2), GroupPages(8, 0, 3, 0, tokens_at=14))
+    assert p.calls == [("finish", 101, pages, _payload_of(done))]
+    granted = GrantPages(req, 4, array("i"), ((0, array("i", [9, 7, 2])),))
+    decode_driver = DecodeTransferDriver(d, 60.0, WITH_STATE, VOCAB)
+    decode_driver.apply_event(granted, Scheduler(Limits(32, 4, 4, 100, 64, role="decode")))
+    state = GroupGrant(8, 0, array("i", [9, 7, 2]).tobytes(), tokens_at=14)
+    assert d.calls == [("grant", 101, (GroupGrant(5, 4, b""), state))]
+
+
 def test_event_that_leaves_a_group_out_is_an_error_of_the_scheduler() -> None:
     driver = DecodeTransferDriver(Runtime(), 60.0, TWO_GROUPS, VOCAB)
     event = GrantPages(request(1, [1] * 12, 3, room=101), 0, array("i", [9]))

@@ -23,11 +23,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.cache.group_pages import NO_PAGE
-from baton.cache.int_array import IntArray
 from baton.layers.kv_pool import KvTensors
 from baton.layers.recurrent_state import StateBuffers, StateLevel, StepStates
 from baton.layers.spec import DeltaSpec
 from baton.runtime.runner.step_inputs import StepInputs
+from baton.sched.types.plan import StateCopy
 
 
 class StateError(Exception):
@@ -76,23 +76,19 @@ class SlotStates:
         """Copy states out of slots that get another owner, before anything else of a step."""
         for kind, slot, tokens, pages in step.states:
             if kind == "park":
-                if self._tokens[slot] != tokens:
-                    raise StateError(
-                        f"slot {slot}: the state of {tokens} tokens is to be kept, and it has seen "
-                        f"{self._tokens[slot]}"
-                    )
+                _check_kept(slot, tokens, int(self._tokens[slot]))
                 self._write_pages(self.buffers.data[slot], pages)
 
     def begin_step(self, step: StepInputs) -> StepStates:
         """Prepare the states of a step's rows. Raises StateError."""
         self._read_tables(step)
-        saves: dict[int, IntArray] = {}
-        for kind, slot, tokens, pages in step.states:
-            if kind == "load":
-                self._read_pages(pages, self.buffers.data[slot])
-                self._tokens[slot] = tokens
-            elif kind == "save":
-                saves[slot] = pages
+        saves: dict[int, StateCopy] = {}
+        for each in step.states:
+            if each.kind == "load":
+                self._read_pages(each.pages, self.buffers.data[each.slot])
+                self._tokens[each.slot] = each.tokens
+            elif each.kind == "save":
+                saves[each.slot] = each
         snapshots: dict[int, _Snapshot] = {}
         levels = [StateLevel()]
         first = 0
@@ -121,7 +117,8 @@ class SlotStates:
                 rows = _level_at(levels, level).rows
                 rows.append((first + position - start, first + n, slot))
             if slot in saves:
-                pages = np.frombuffer(saves[slot], np.int32)
+                _check_kept(slot, saves[slot].tokens, end)
+                pages = np.frombuffer(saves[slot].pages, np.int32)
                 taken = _Snapshot(len(snapshots), level, pages)
                 _level_at(levels, level).saves.append((slot, taken.copy))
                 snapshots[int(pages[0])] = taken
@@ -184,6 +181,14 @@ class SlotStates:
     def _write_pages(self, state: Tensor, pages: Iterable[int]) -> None:
         for page, part in zip(pages, state.split(self._page_bytes.shape[1]), strict=True):
             self._page_bytes[page, : len(part)] = part
+
+
+def _check_kept(slot: int, tokens: int, seen: int) -> None:
+    """Raise StateError if a state that has `seen` so many tokens is to be kept as one of others."""
+    if seen != tokens:
+        raise StateError(
+            f"slot {slot}: the state of {tokens} tokens is to be kept, and it has seen {seen}"
+        )
 
 
 def _level_at(levels: list[StateLevel], number: int) -> StateLevel:

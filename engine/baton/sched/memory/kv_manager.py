@@ -13,10 +13,10 @@ Behind the device's pages stands the host tier, if there is one: it takes the pa
 evicts (all of them by `release_device_memory` with mode offload). A sequence that is admitted gets
 its continuation from there (`restore_prefix`).
 
-Where the model keeps states of sequences, the one at the end of a prompt that P sends to D has pages
-of its own (`Seq.state_pages`), outside the tree, which is made of whole pages of tokens: without
-them P cannot serve the prompt and D cannot take it, so they are part of a grant. P may use them
-before the prompt's end for a state that gives up its slot (`park_state`).
+Where the model keeps states of sequences, the one at the end of a prompt that P sends to D has
+pages of its own (`Seq.state_pages`), outside the tree, which is made of whole pages of tokens.
+Without them P cannot serve the prompt and D cannot take it, so they are part of a grant. Before the
+prompt's end P may use them for a state that gives up its slot (`park_state`).
 
 Where the model has further page groups (cache.group_pages), a sequence holds in each of them the
 blocks from `FurtherPages.first` on, up to as many as it has pages; those in front were left behind.

@@ -108,7 +108,7 @@ class Limits:
 
     @property
     def state_pages(self) -> int:
-        """Pages of a state that travels with a prompt; 0: the model has none, or nothing travels."""
+        """Pages of a state that travels with a prompt; 0: there are none, or nothing travels."""
         if self.role == "null":
             return 0
         return sum(rule.width for rule in self.page_groups if rule.kind == "state")

@@ -115,8 +115,8 @@ class Seq:
     """Pages outside the tree for a state that travels with the prompt: on P the one that D gets, on
     D the one that came. Empty: it needs none, or has none yet."""
     state_tokens: int = -1
-    """How many tokens the state in `state_pages` has seen when the planned steps are done; -1: there
-    is none in them."""
+    """How many tokens the state in `state_pages` has seen when the planned steps are done; -1: no
+    state is in them."""
     node: RadixNode | None = None
     computed: int = 0
     """Tokens whose KV exists or is being computed by a step in flight: with drafts the token that
