@@ -219,9 +219,9 @@ class KvManager:
 
     def _state_pages_lacking(self, seq: Seq) -> int:
         """Pages that a sequence lacks for the state at its prompt's end."""
-        return 0 if seq.state_pages else self._travelling_state_pages(seq)
+        return 0 if seq.state_pages else self._traveling_state_pages(seq)
 
-    def _travelling_state_pages(self, seq: Seq) -> int:
+    def _traveling_state_pages(self, seq: Seq) -> int:
         """Pages of the state that P sends to D with a sequence's prompt."""
         # D leaves the pages with the first row, and a request that it computes itself has none.
         if seq.is_lease or seq.state in (SeqState.OPENING, SeqState.TRANSFER):
@@ -282,7 +282,7 @@ class KvManager:
         pages = blocks
         for group in self._groups:
             pages += min(blocks, group.rule.most_blocks(self.page_size, 1)) * group.width
-        return pages + self._travelling_state_pages(seq)
+        return pages + self._traveling_state_pages(seq)
 
     def total_growth(self, seqs: Iterable[Seq]) -> int:
         """The sum of `growth`, without a call per sequence: it is taken in every step that a
@@ -738,6 +738,20 @@ class KvManager:
                 visible = position // self.page_size
             self._give_back(group, held, visible, left_behind=True)
 
+    def leave_snapshots(self, seqs: Iterable[Seq]) -> bool:
+        """Give up the snapshots that running sequences hold and no row of theirs reads.
+
+        The plan that is being made has no rows yet: their steps would write them.
+        Returns whether pages became available.
+        """
+        if self._states is None:
+            return False
+        before = self.available
+        for seq in seqs:
+            if seq.further:
+                self._leave_behind(seq, seq.computed)
+        return self.available > before
+
     def _give_back(
         self, group: GroupPages, held: FurtherPages, end: int, *, left_behind: bool
     ) -> None:
@@ -794,6 +808,11 @@ class KvManager:
         match = self.match_prefix(seq, seq.reusable_tokens)
         # The tree has nothing beyond the tokens computed here.
         if match.num_tokens <= seq.computed:
+            self.drop_match(match)
+            return
+        # A locked snapshot takes pages that no estimate counts: the prompt could not go on.
+        left = self.pages(len(seq.tokens)) - len(match.pages)
+        if self.holds_snapshot(match) and left > self.available:
             self.drop_match(match)
             return
         self.share_prefix(seq, match)
