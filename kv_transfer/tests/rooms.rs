@@ -139,8 +139,8 @@ fn prompt_of_two_groups_is_committed_with_the_pages_that_decode_lacks() {
         let pair = pair_of_two_groups(transport);
         let (dst, window) = (span(500, 15), span(600, 4));
         pair.open(1);
-        let full = (GROUP, 5, &ids(&dst)[..]);
-        let last = (WINDOW, 36, &ids(&window)[..]);
+        let full = (GROUP, 5, &ids(&dst)[..], None);
+        let last = (WINDOW, 36, &ids(&window)[..], None);
         pair.d.node.grant_pages(1, &[last, full]).unwrap();
         publish_in_turns(&pair.p);
         pair.p
@@ -177,8 +177,8 @@ fn room_of_two_groups_ends_on_both_sides_when_one_group_does_not_fit() {
     ] {
         let pair = pair_of_two_groups("shm");
         pair.open(1);
-        let full = (GROUP, 0, &ids(&span(500, 20))[..]);
-        let window = (WINDOW, start_page, &ids(&span(600, pages))[..]);
+        let full = (GROUP, 0, &ids(&span(500, 20))[..], None);
+        let window = (WINDOW, start_page, &ids(&span(600, pages))[..], None);
         pair.d.node.grant_pages(1, &[full, window]).unwrap();
         publish_in_turns(&pair.p);
         let finished = pair.p.node.finish_prompt(1, pages_of_two_groups(), vec![]);
@@ -203,8 +203,8 @@ fn abort_while_one_group_is_pulled_stops_the_writes_to_all() {
         let pair = pair_of_two_groups(transport);
         let (dst, window) = (span(500, 20), span(600, 6));
         pair.open(1);
-        let full = (GROUP, 0, &ids(&dst)[..]);
-        let last = (WINDOW, 34, &ids(&window)[..]);
+        let full = (GROUP, 0, &ids(&dst)[..], None);
+        let last = (WINDOW, 34, &ids(&window)[..], None);
         pair.d.node.grant_pages(1, &[full, last]).unwrap();
         let published = pair.p.node.publish_pages(1, GROUP, 0, &ids(&span(0, 20)));
         published.unwrap();
