@@ -35,6 +35,7 @@ fn whole_prompt(pages: usize) -> Vec<GroupPages> {
         first_page: 0,
         total_pages: pages as u32,
         last_page_tokens: 1,
+        tokens_at: None,
     }]
 }
 
@@ -266,7 +267,7 @@ impl Bench {
             std::thread::park_timeout(Duration::from_millis(1));
         }
         let start = Instant::now();
-        node.grant_pages(room, &[(GROUP, 0, &ids(&self.dst_pages))])
+        node.grant_pages(room, &[(GROUP, 0, &ids(&self.dst_pages), None)])
             .unwrap();
         let end = loop {
             assert!(node.wait_for_event(TIMEOUT));

@@ -607,7 +607,7 @@ fn unreachable_prefill_rank_fails_rooms_early_and_is_found_when_it_returns() {
         p.prefill(room, &span(0, 5), 5);
         open(room, 0);
         d.node
-            .grant_pages(room, &[(GROUP, 0, &ids(&span(500, 5)))])
+            .grant_pages(room, &[(GROUP, 0, &ids(&span(500, 5)), None)])
             .unwrap();
         let ends = (d.end_code(room), room);
         if ends.0 != "COMMITTED" {
@@ -656,7 +656,7 @@ fn decode_waits_for_a_prefill_rank_that_registers_late() {
         .open_room(1, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS)
         .unwrap();
     d.node
-        .grant_pages(1, &[(GROUP, 0, &ids(&span(500, 5)))])
+        .grant_pages(1, &[(GROUP, 0, &ids(&span(500, 5)), None)])
         .unwrap();
     let p = Rank::start("prefill", &json!({}));
     p.prefill(1, &span(0, 5), 5);
@@ -792,7 +792,7 @@ fn restart_behind_a_stale_route_is_noticed_by_its_incarnation() {
         .open_room(2, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS)
         .unwrap();
     d.node
-        .grant_pages(2, &[(GROUP, 0, &ids(&span(500, 5)))])
+        .grant_pages(2, &[(GROUP, 0, &ids(&span(500, 5)), None)])
         .unwrap();
     second
         .node
@@ -818,7 +818,7 @@ fn facts_of_a_prefill_node_end_with_its_process() {
             .open_room(room, 0, "127.0.0.1", port, -1, HASH, DEADLINE_MS)
             .unwrap();
         d.node
-            .grant_pages(room, &[(GROUP, 0, &ids(&span(500, 5)))])
+            .grant_pages(room, &[(GROUP, 0, &ids(&span(500, 5)), None)])
             .unwrap();
     };
     let start = |extra: &Value| {
@@ -971,7 +971,7 @@ fn killed_prefill_process_is_noticed_by_its_socket() {
             .open_room(1, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS)
             .unwrap();
         d.node
-            .grant_pages(1, &[(GROUP, 0, &ids(&span(500, 20)))])
+            .grant_pages(1, &[(GROUP, 0, &ids(&span(500, 20)), None)])
             .unwrap();
         p.say("publish");
         until("pages are pulled", || {
@@ -1008,7 +1008,9 @@ fn by_shm_a_prompt_survives_the_death_of_its_prefill_process() {
         d.stats()["gauges"]["kv_peers"] == 0.0
     });
     let dst = span(500, 20);
-    d.node.grant_pages(1, &[(GROUP, 0, &ids(&dst))]).unwrap();
+    d.node
+        .grant_pages(1, &[(GROUP, 0, &ids(&dst), None)])
+        .unwrap();
     assert_eq!(d.end_code(1), "COMMITTED");
     assert!(d.holds(&dst, 1, 0));
     d.assert_idle();
@@ -1172,7 +1174,7 @@ fn five_thousand_rooms_to_one_peer_survive_a_late_or_early_connection() {
             d.node
                 .open_room(room, 0, "127.0.0.1", server.port(), 0, HASH, NEVER_MS)
                 .unwrap();
-            d.node.grant_pages(room, &[(GROUP, 1, &[])]).unwrap(); // it has the page
+            d.node.grant_pages(room, &[(GROUP, 1, &[], None)]).unwrap(); // it has the page
         }
         if is_late {
             register();

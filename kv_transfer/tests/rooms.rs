@@ -85,7 +85,7 @@ fn only_the_pages_that_decode_lacks_are_pulled() {
         pair.p.prefill(1, &span(0, 20), 7);
         pair.d
             .node
-            .grant_pages(1, &[(GROUP, 12, &ids(&dst))])
+            .grant_pages(1, &[(GROUP, 12, &ids(&dst), None)])
             .unwrap();
         assert_eq!(pair.d.end_code(1), "COMMITTED");
         assert!(pair.d.holds(&dst, 1, 12), "prompt pages 12..20");
@@ -105,6 +105,7 @@ fn pages_of_two_groups() -> Vec<GroupPages> {
         first_page: 34,
         total_pages: 40,
         last_page_tokens: 3,
+        tokens_at: None,
     });
     groups
 }
@@ -138,8 +139,8 @@ fn prompt_of_two_groups_is_committed_with_the_pages_that_decode_lacks() {
         let pair = pair_of_two_groups(transport);
         let (dst, window) = (span(500, 15), span(600, 4));
         pair.open(1);
-        let full = (GROUP, 5, &ids(&dst)[..]);
-        let last = (WINDOW, 36, &ids(&window)[..]);
+        let full = (GROUP, 5, &ids(&dst)[..], None);
+        let last = (WINDOW, 36, &ids(&window)[..], None);
         pair.d.node.grant_pages(1, &[last, full]).unwrap();
         publish_in_turns(&pair.p);
         pair.p
@@ -176,8 +177,8 @@ fn room_of_two_groups_ends_on_both_sides_when_one_group_does_not_fit() {
     ] {
         let pair = pair_of_two_groups("shm");
         pair.open(1);
-        let full = (GROUP, 0, &ids(&span(500, 20))[..]);
-        let window = (WINDOW, start_page, &ids(&span(600, pages))[..]);
+        let full = (GROUP, 0, &ids(&span(500, 20))[..], None);
+        let window = (WINDOW, start_page, &ids(&span(600, pages))[..], None);
         pair.d.node.grant_pages(1, &[full, window]).unwrap();
         publish_in_turns(&pair.p);
         let finished = pair.p.node.finish_prompt(1, pages_of_two_groups(), vec![]);
@@ -202,8 +203,8 @@ fn abort_while_one_group_is_pulled_stops_the_writes_to_all() {
         let pair = pair_of_two_groups(transport);
         let (dst, window) = (span(500, 20), span(600, 6));
         pair.open(1);
-        let full = (GROUP, 0, &ids(&dst)[..]);
-        let last = (WINDOW, 34, &ids(&window)[..]);
+        let full = (GROUP, 0, &ids(&dst)[..], None);
+        let last = (WINDOW, 34, &ids(&window)[..], None);
         pair.d.node.grant_pages(1, &[full, last]).unwrap();
         let published = pair.p.node.publish_pages(1, GROUP, 0, &ids(&span(0, 20)));
         published.unwrap();
@@ -227,7 +228,10 @@ fn abort_while_one_group_is_pulled_stops_the_writes_to_all() {
 fn full_hit_commits_without_any_page() {
     let pair = Pair::new("shm");
     pair.open(1);
-    pair.d.node.grant_pages(1, &[(GROUP, 20, &[])]).unwrap();
+    pair.d
+        .node
+        .grant_pages(1, &[(GROUP, 20, &[], None)])
+        .unwrap();
     pair.p.prefill(1, &span(0, 20), 20);
     assert_eq!(pair.d.end_code(1), "COMMITTED");
     assert_eq!(pair.p.end_code(1), "DONE");
@@ -469,7 +473,7 @@ fn room_number_belongs_to_one_request_and_its_last_reader() {
     let dst = span(500, 5);
     second
         .node
-        .grant_pages(1, &[(GROUP, 0, &ids(&dst))])
+        .grant_pages(1, &[(GROUP, 0, &ids(&dst), None)])
         .unwrap();
     pair.p.publish(1, &span(0, 5), 5);
     pair.p.finish(1, 5);
@@ -507,7 +511,7 @@ fn invalid_calls_are_errors_at_once() {
     assert!(matches!(
         pair.d
             .node
-            .grant_pages(1, &[(GROUP, 0, &ids(&[POOL_PAGES as u32]))]),
+            .grant_pages(1, &[(GROUP, 0, &ids(&[POOL_PAGES as u32]), None)]),
         Err(NodeError::Pages(_))
     ));
     let other = GROUP + 1;
@@ -517,10 +521,10 @@ fn invalid_calls_are_errors_at_once() {
         ..both[0]
     });
     let page = ids(&[0]);
-    let twice = [(GROUP, 0, &page[..]), (GROUP, 0, &page[..])];
+    let twice = [(GROUP, 0, &page[..], None), (GROUP, 0, &page[..], None)];
     for (refused, reason) in [
         (
-            pair.d.node.grant_pages(1, &[(other, 0, &page)]),
+            pair.d.node.grant_pages(1, &[(other, 0, &page, None)]),
             "page group 3, but there are [2]",
         ),
         (

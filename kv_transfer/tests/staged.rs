@@ -267,7 +267,7 @@ fn idle_communicator_makes_place_for_another_pair() {
                 .open_room(room, 0, "127.0.0.1", server, 0, HASH, DEADLINE_MS)
                 .unwrap();
             d.node
-                .grant_pages(room, &[(GROUP, 0, &ids(&span(100, 40)))])
+                .grant_pages(room, &[(GROUP, 0, &ids(&span(100, 40)), None)])
                 .unwrap();
             p.prefill(room, &span(0, 40), 16);
             match d.end(room) {

@@ -147,7 +147,9 @@ def kv_table() -> str:
                 f"{kv.token_bytes:,}".replace(",", " "),
                 shown or "none",
                 f"{blocks * kv.page_bytes:,}".replace(",", " "),
-                f"{sum(each.state_bytes(spec.dtype) for each in spec.states):,}".replace(",", " "),
+                f"{sum(each.state_bytes(spec.dtype) for each in spec.states.values()):,}".replace(
+                    ",", " "
+                ),
             )
         )
     return _table(header, rows)

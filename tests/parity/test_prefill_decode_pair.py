@@ -18,7 +18,6 @@ from tests.support.engines.engine_run import answer, greedy, make_engine
 from tests.support.models.allowed_ids import pack_ids
 from tests.support.models.checkpoints import (
     VARIANTS,
-    WITH_STATES,
     reference_greedy,
     reference_model,
 )
@@ -32,7 +31,8 @@ DEMO = Path(baton.models.__file__).parent / "demo"
 STEPS = 16
 TRANSPORTS = ["shm", "tcp", "gloo"]
 KINDS_OF_PAGES = {"llama", "gemma3", "deepseek-v3"}
-"""Heads in one page group, heads in two, and latents, over each transport in the fast suite."""
+"""Heads in one page group, heads in two, and latents, over each transport in the fast suite. (States:
+test_pair_states.)"""
 LENGTHS = [1, 2, 3, 4, 5, 7, 8, 9, 63, 64, 65, 70, 130]
 """Page boundaries (4) and chunk boundaries (64), one less and one more, and several chunks."""
 
@@ -43,7 +43,7 @@ LENGTHS = [1, 2, 3, 4, 5, 7, 8, 9, 63, 64, 65, 70, 130]
         (variant, transport)
         if transport == "shm" or variant in KINDS_OF_PAGES
         else pytest.param(variant, transport, marks=pytest.mark.slow)
-        for variant in sorted(VARIANTS.keys() - set(WITH_STATES))
+        for variant in sorted(VARIANTS)
         for transport in TRANSPORTS
     ],
 )

@@ -251,25 +251,33 @@ class RadixCache:
         """Pages of the pool in the tree that are not evictable, of all groups."""
         return self._locked_pages + sum(group.locked_pages for group in self.groups)
 
-    def match(self, tokens: bytes, namespace: bytes, max_tokens: int) -> PrefixMatch:
+    def match(
+        self, tokens: bytes, namespace: bytes, max_tokens: int, num_further: int | None = None
+    ) -> PrefixMatch:
         """Find the longest cached prefix of at most `max_tokens`, in whole pages, that is valid in
         every group, and mark it recently used.
 
         Args:
             tokens: little-endian int32 ids; a last partial page is ignored.
+            num_further: how many of the further groups count, the first ones; the match has pages
+                of these. None: all of them.
         Cost: O(bytes compared + nodes on the path); splits at most one edge.
         """
         limit = min(len(tokens), max_tokens * TOKEN_BYTES) // self._page_bytes
         node, matched, inside = self._walk_edges(tokens, namespace, limit)
-        if self.groups:
-            valid = self._valid_pages(node, matched)
+        groups = self.groups[:num_further]
+        if groups:
+            valid = self._valid_pages(node, matched, groups)
             if valid < matched:
                 node, matched, inside = self._walk_edges(tokens, namespace, valid)
         if inside:
             node = self._split_edge(node, inside)
         self._touch_path(node)
         return PrefixMatch(
-            node, self._path_pages(node), matched * self.page_size, self._visible_pages(node)
+            node,
+            self._path_pages(node),
+            matched * self.page_size,
+            self._visible_pages(node, groups),
         )
 
     def match_full_group(self, tokens: bytes, namespace: bytes, max_tokens: int) -> PrefixMatch:
@@ -312,11 +320,13 @@ class RadixCache:
         """
         if not self.groups:
             return probe.num_tokens
-        return self._valid_pages(probe.node, probe.num_tokens // self.page_size) * self.page_size
+        matched = probe.num_tokens // self.page_size
+        return self._valid_pages(probe.node, matched, self.groups) * self.page_size
 
-    def _valid_pages(self, node: RadixNode, matched: int) -> int:
-        """The longest of the first `matched` pages on the path to `node` that is valid in every
-        further group.
+    @staticmethod
+    def _valid_pages(node: RadixNode, matched: int, groups: Sequence[GroupPages]) -> int:
+        """The longest of the first `matched` pages on the path to `node` that is valid in every one
+        of these further groups.
         """
         path = node.path()
         length = matched
@@ -324,17 +334,19 @@ class RadixCache:
         # A shorter prefix for one group may end where another group has a hole.
         while length != before:
             before = length
-            for group in self.groups:
+            for group in groups:
                 blocks = array("i")
                 for part in path:
                     blocks.extend(group.blocks_of(part))
                 length = group.longest_valid(blocks, length)
         return length
 
-    def _visible_pages(self, node: RadixNode) -> tuple[array[int], ...]:
+    def _visible_pages(
+        self, node: RadixNode, groups: Sequence[GroupPages]
+    ) -> tuple[array[int], ...]:
         """PrefixMatch.further of the path to `node`."""
         found = []
-        for index, group in enumerate(self.groups):
+        for index, group in enumerate(groups):
             pages = self._pages_along(node, index)
             length = len(pages) // group.width
             hidden = group.first_block(length * self.page_size) * group.width

@@ -6,7 +6,8 @@ their order. No call waits for the network.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -23,6 +24,8 @@ class GroupPages(NamedTuple):
     first_page: int
     total_pages: int
     last_page_tokens: int
+    tokens_at: int | None = None
+    """How many tokens of the prompt a state has seen; None: the group has no states."""
 
 
 class GroupGrant(NamedTuple):
@@ -33,6 +36,30 @@ class GroupGrant(NamedTuple):
     """Pages with lower numbers are here or not needed."""
     dst_pages: bytes
     """For all other pages, in their order: pages of the pool, int32, little endian."""
+    tokens_at: int | None = None
+    """How many tokens a state must have seen; None: the group has no states."""
+
+
+class GroupIds(NamedTuple):
+    """Ids of the page groups of a layout."""
+
+    in_order: tuple[int, ...]
+    """As the layout has them. The scheduler numbers them in this order, from 0."""
+    states: int | None = None
+    """The one whose pages hold states of sequences."""
+
+    @staticmethod
+    def of(layout: Mapping[str, Any]) -> GroupIds:
+        """Args: `layout`: that of the transfer node."""
+        groups = layout["groups"]
+        states = next((group["id"] for group in groups if group["kind"] == "state"), None)
+        return GroupIds(tuple(group["id"] for group in groups), states)
+
+    def tokens_at(self, group: int, prompt_tokens: int) -> int | None:
+        """How many tokens the state of a group has seen at the end of a prompt: all of them, so
+        that D computes the first token behind it; None: the group has no states.
+        """
+        return prompt_tokens if group == self.states else None
 
 
 class RoomCall(msgspec.Struct, frozen=True):

@@ -34,6 +34,7 @@ from baton.disagg.calls import (
     FinishCall,
     GrantCall,
     GroupGrant,
+    GroupIds,
     GroupPages,
     OfferCall,
     OpenCall,
@@ -214,12 +215,9 @@ class RoomCalls:
     A call that fails ends its own room; the rank continues.
     """
 
-    def __init__(self, node: TransferNode, timeout_secs: float, groups: Sequence[int]) -> None:
-        """`groups`: ids of the page groups in the order of the layout. The scheduler numbers them
-        in this order, from 0.
-        """
+    def __init__(self, node: TransferNode, timeout_secs: float, groups: GroupIds) -> None:
         self._node = node
-        self._groups = tuple(groups)
+        self._groups = groups
         self._timeout_ms = int(timeout_secs * 1000)
         self.counters = {kind.counter: 0.0 for kind in RoomErrorKind}
 
@@ -282,7 +280,7 @@ class PrefillTransferDriver(RoomCalls):
     room.
     """
 
-    def __init__(self, node: TransferNode, timeout_secs: float, groups: Sequence[int]) -> None:
+    def __init__(self, node: TransferNode, timeout_secs: float, groups: GroupIds) -> None:
         super().__init__(node, timeout_secs, groups)
         self._offered = Counter[int]()
         """Offers of each room whose end was not polled yet.
@@ -305,7 +303,7 @@ class PrefillTransferDriver(RoomCalls):
     def apply_event(self, event: events.Event, sched: Scheduler) -> None:
         if isinstance(event, events.PagesFinal):
             room = _rendezvous(event.req).room
-            group = self._groups[event.group]
+            group = self._groups.in_order[event.group]
             publish = PublishCall(room, group, event.first_page, event.pages.tobytes())
             self._continue(sched, event.req, publish)
         elif isinstance(event, events.PrefillDone):
@@ -318,8 +316,14 @@ class PrefillTransferDriver(RoomCalls):
     def _pages_of(self, event: events.PrefillDone) -> tuple[GroupPages, ...]:
         ranges = ((0, event.total_pages), *event.further)
         return tuple(
-            GroupPages(group, first_page, total_pages, event.last_page_tokens)
-            for group, (first_page, total_pages) in zip(self._groups, ranges, strict=True)
+            GroupPages(
+                group,
+                first_page,
+                total_pages,
+                0 if group == self._groups.states else event.last_page_tokens,
+                self._groups.tokens_at(group, len(event.req.prompt)),
+            )
+            for group, (first_page, total_pages) in zip(self._groups.in_order, ranges, strict=True)
         )
 
     def poll(self, sched: Scheduler) -> None:
@@ -348,7 +352,7 @@ class DecodeTransferDriver(RoomCalls):
     """D's half."""
 
     def __init__(
-        self, node: TransferNode, timeout_secs: float, groups: Sequence[int], vocab_size: int
+        self, node: TransferNode, timeout_secs: float, groups: GroupIds, vocab_size: int
     ) -> None:
         super().__init__(node, timeout_secs, groups)
         self._vocab_size = vocab_size
@@ -386,8 +390,13 @@ class DecodeTransferDriver(RoomCalls):
     def _grants_of(self, event: events.GrantPages) -> tuple[GroupGrant, ...]:
         granted = ((event.start_page, event.pages), *event.further)
         return tuple(
-            GroupGrant(group, start_page, pages.tobytes())
-            for group, (start_page, pages) in zip(self._groups, granted, strict=True)
+            GroupGrant(
+                group,
+                start_page,
+                pages.tobytes(),
+                self._groups.tokens_at(group, len(event.req.prompt)),
+            )
+            for group, (start_page, pages) in zip(self._groups.in_order, granted, strict=True)
         )
 
     def poll(self, sched: Scheduler) -> None:

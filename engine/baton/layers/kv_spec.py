@@ -13,13 +13,14 @@ import hashlib
 import json
 import math
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from baton.cache.group_pages import GroupRule
 from baton.layers.spec import (
     DTYPE_BYTES,
+    DeltaSpec,
     LatentSpec,
     LayerAttention,
     common_heads,
@@ -28,9 +29,10 @@ from baton.layers.spec import (
 
 NumberRange = tuple[int, int]
 """Ascending numbers: the first one, and the one after the last."""
-GroupKind = Literal["full", "latent", "window", "chunk"]
+GroupKind = Literal["full", "latent", "window", "chunk", "state"]
 """Every token of a sequence has a place in a page: `full` for its K and V, `latent` for a latent
-and a rotated key that all heads share. `window` and `chunk`: tokens that later ones still see."""
+and a rotated key that all heads share. `window` and `chunk`: tokens that later ones still see.
+`state`: what layers keep of a whole sequence, in pages that have no tokens."""
 HASH_CHARS = 16
 FP8 = "fp8_e4m3"
 """Pages hold codes of a byte: a sign, 4 bits of exponent, 3 of mantissa."""
@@ -90,11 +92,16 @@ class GroupDescriptor:
     page_bytes: int
     retain: str
     """How long a sequence's pages are kept: `all`, as long as the sequence; `last W`, while one of
-    the last W tokens is in them; `chunk C`, while the sequence is in the same C tokens."""
+    the last W tokens is in them; `chunk C`, while the sequence is in the same C tokens; `latest`:
+    there is one state at a time."""
     shape: tuple[int, ...]
-    """Of a page as a tensor: the sizes of the axes of `dims`."""
+    """Of a page as a tensor: the sizes of the axes of `dims`; empty: parts of a state have several
+    types."""
     scales: tuple[KvScales, ...] = ()
     """Of the codes of each layer of the group; empty where pages hold K and V themselves."""
+    tokens_at: str = ""
+    """Which tokens of a prompt a state has seen that P sends to D: `N`, all of them, so that D
+    computes the first one behind the prompt; empty: the group has no states."""
 
     @property
     def layer_numbers(self) -> list[int]:
@@ -126,6 +133,7 @@ class GroupDescriptor:
             "page_bytes": self.page_bytes,
             "retain": self.retain,
             "scales": _hash_scales(self.scales) if self.scales else UNSCALED,
+            **({"tokens_at": self.tokens_at} if self.tokens_at else {}),
         }
 
 
@@ -189,6 +197,39 @@ def describe_latents(
     )
 
 
+def describe_states(
+    states: Mapping[int, DeltaSpec], *, id: int, dtype: str, page_bytes: int
+) -> GroupDescriptor:
+    """The group of states, which lie in the pages of another group's size: those of all layers one
+    after the other, divided among pages wherever one is full.
+
+    Args:
+        states: by the numbers of their layers in the whole model.
+        dtype: of compute.
+
+    Raises ValueError where layers differ: one group has one shape.
+    """
+    delta, *others = dict.fromkeys(states.values())
+    if others:
+        raise ValueError(f"layers have states of different sizes: {delta} and {others[0]}")
+    sizes = f"{delta.key_size}|{delta.key_size}|{delta.value_size}"
+    heads = range(delta.first_value_head, delta.first_value_head + delta.value_heads)
+    return GroupDescriptor(
+        id=id,
+        kind="state",
+        layers=to_ranges(states),
+        heads=to_ranges(heads),
+        dims=f"layer,conv|matrix=tap*channel|head*key*value,tap={delta.conv_shape[0]},"
+        f"channel=q|k|v:{sizes},key={delta.key_dim},value={delta.value_dim},matrix_dtype=float32",
+        dtype=dtype,
+        page_tokens=0,
+        page_bytes=page_bytes,
+        retain="latest",
+        shape=(),
+        tokens_at="N",
+    )
+
+
 def describe_attention(
     layers: Sequence[LayerAttention],
     dtype: str,
@@ -237,9 +278,10 @@ class KVSpec:
     """The first one holds every token of a sequence."""
     computed_in: str | None = None
     """Type of the K and V that a step writes; None: that of the pages, which hold no codes."""
+    states: GroupDescriptor | None = None
+    """Of the states that P sends to D, in pages of the same pool."""
     snapshots: GroupRule | None = None
-    """Snapshots of states, in pages of the same pool. They are not sent to peers, so no descriptor
-    names them."""
+    """What sequences hold of snapshots of states, in pages like those."""
 
     @property
     def page_dtype(self) -> str:
@@ -261,10 +303,23 @@ class KVSpec:
         rules = tuple(group.rule for group in self.groups if group.rule is not None)
         return rules if self.snapshots is None else (*rules, self.snapshots)
 
-    def with_snapshots(self, state_bytes: int, interval: int) -> KVSpec:
-        """The same pool with snapshots of states of so many bytes, every `interval` tokens."""
+    @property
+    def described(self) -> tuple[GroupDescriptor, ...]:
+        """All groups whose pages travel, in the order of the layout."""
+        return self.groups if self.states is None else (*self.groups, self.states)
+
+    def with_states(self, states: Mapping[int, DeltaSpec], interval: int) -> KVSpec:
+        """The same pool with states, and snapshots of them every `interval` tokens.
+
+        Args: `states`: by the numbers of their layers in the whole model.
+        """
+        dtype = self.compute_dtype
+        group = describe_states(
+            states, id=len(self.groups), dtype=dtype, page_bytes=self.page_bytes
+        )
+        state_bytes = sum(state.state_bytes(dtype) for state in states.values())
         width = -(-state_bytes // self.page_bytes)
-        return replace(self, snapshots=GroupRule("state", interval, width))
+        return replace(self, states=group, snapshots=GroupRule("state", interval, width))
 
     @property
     def layer_places(self) -> list[LayerPlace]:
@@ -342,7 +397,7 @@ class KVSpec:
     @property
     def groups_hash(self) -> str:
         """Equal on two nodes if and only if all coordinates of their groups are."""
-        described = [group.to_wire() for group in self.groups]
+        described = [group.to_wire() for group in self.described]
         canonical = json.dumps(described, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:HASH_CHARS]
 
@@ -350,7 +405,7 @@ class KVSpec:
         """What two nodes compare before pages travel: the `layout` of a TransferNode."""
         group = self.full_group
         return {
-            "groups": [each.to_wire() for each in self.groups],
+            "groups": [each.to_wire() for each in self.described],
             "groups_hash": self.groups_hash,
             "dtype": self.compute_dtype,
             "page_size": group.page_tokens,

@@ -101,6 +101,8 @@ class DeltaSpec:
     value_dim: int
     taps: int
     """Tokens that the convolution sees."""
+    first_value_head: int = 0
+    """Number of the rank's first value head in the whole model."""
 
     @property
     def key_size(self) -> int:

@@ -68,7 +68,7 @@ def check_checkpoint(config: EngineConfig, path: Path, nodes: int = 1) -> None:
         stored = check_files(spec, path)
         weights = stored.memory(spec)
     if config.device == "cpu":
-        states = sum(state.state_bytes(spec.dtype) for state in spec.states)
+        states = sum(state.state_bytes(spec.dtype) for state in spec.states.values())
         token_bytes = spec.kv_spec(config.page_size).token_bytes
         _check_memory(config, weights, token_bytes, nodes, states=states)
 
@@ -76,12 +76,6 @@ def check_checkpoint(config: EngineConfig, path: Path, nodes: int = 1) -> None:
 def _check_states(config: EngineConfig) -> None:
     """Raise ConfigError for what is not done with states of sequences in this version."""
     model = "the model keeps a state per sequence, which"
-    if config.disaggregation_mode != "null":
-        raise ConfigError(
-            f"--disaggregation-mode {config.disaggregation_mode}: {model} is not sent from P to D "
-            "in this version; serve it on a single node, without the flag (baton up: "
-            "--workers 1)"
-        )
     if config.speculative_algorithm is not None:
         raise ConfigError(
             f"--speculative-algorithm {config.speculative_algorithm}: {model} cannot take back the "

@@ -3,6 +3,7 @@ module."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from torch import Tensor
@@ -28,8 +29,8 @@ class ServedSpec(Protocol):
         """Attention of each layer that has pages, for a backend."""
 
     @property
-    def states(self) -> tuple[DeltaSpec, ...]:
-        """Of each layer that keeps a state per sequence."""
+    def states(self) -> Mapping[int, DeltaSpec]:
+        """Of each layer that keeps a state per sequence, by its number in the whole model."""
 
     @property
     def dtype(self) -> str:

@@ -325,8 +325,10 @@ def _requested_pages(config: EngineConfig, spec: ServedSpec, compute: torch.devi
     kv_spec = _kv_spec(config, spec, compute)
     pages = asked_pages(kv_spec, config.max_total_tokens, mib)
     if config.max_total_tokens and pages is not None and kv_spec.rules:
-        # So far they are those of group 0; a sequence of so many tokens takes others beside them.
-        pages = from_config.limits(config, pages, page_groups=kv_spec.rules).most_pages(pages)
+        # So far they are those of group 0; a sequence of so many tokens takes others beside them,
+        # and its state where it travels.
+        limits = from_config.limits(config, pages, page_groups=kv_spec.rules)
+        pages = limits.most_pages(pages) + limits.state_pages
     return pages
 
 
@@ -340,8 +342,7 @@ def _kv_spec(config: EngineConfig, spec: ServedSpec, compute: torch.device) -> K
     kv_spec = one_group.divide(spec.attention)
     if not spec.states:
         return kv_spec
-    state_bytes = sum(state.state_bytes(spec.dtype) for state in spec.states)
-    return kv_spec.with_snapshots(state_bytes, config.state_snapshot_tokens)
+    return kv_spec.with_states(spec.states, config.state_snapshot_tokens)
 
 
 def _make_pool(

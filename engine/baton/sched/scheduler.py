@@ -79,16 +79,17 @@ class Scheduler:
         state = self._state
         limits = self.limits
         prompt_len = len(req.prompt)
-        if prompt_len + 1 > limits.capacity_tokens:
+        rendezvous = req.rendezvous
+        longest = limits.capacity_tokens if rendezvous is None else limits.room_capacity_tokens
+        if prompt_len + 1 > longest:
             raise errors.PromptTooLong(
                 f"prompt has {prompt_len} tokens, "
-                f"the KV pool of this engine holds {limits.capacity_tokens}; "
+                f"the KV pool of this engine holds {longest}; "
                 "shorten it or start the engine with a larger --max-total-tokens"
             )
         now = max(state.now, req.arrival)
         retry_secs = state.admission.retry_after(now, state.times.prefill_rate)
         state.sharing.check_request(req, retry_secs)
-        rendezvous = req.rendezvous
         if rendezvous is not None and rendezvous.room in state.rooms:
             raise errors.DuplicateRoom(
                 f"bootstrap room {rendezvous.room} is in use by another request; draw a new one",
@@ -309,6 +310,8 @@ class Scheduler:
         seq.has_started = True
         seq.cached_tokens = cached_tokens
         seq.computed = seq.committed = seq.prompt_len
+        if seq.state_pages:
+            seq.state_tokens = seq.prompt_len
         state.memory.publish(seq)
         state.stats.on_pulled(seq, pulled)
         self._take_token(seq, token, logprobs, completes_grammar)

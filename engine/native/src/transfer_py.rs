@@ -4,6 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use kv_transfer::node::PageGrant;
 use kv_transfer::pool::{KvPool, PoolError};
 use kv_transfer::protocol::{ClusterKeys, GroupPages};
 use kv_transfer::transport::checksum_copy::copy_hash_pages;
@@ -163,8 +164,8 @@ fn node_error(err: NodeError) -> PyErr {
     }
 }
 
-/// A group's pages as (group, first_page, total_pages, last_page_tokens).
-type GroupTuple = (u32, u32, u32, u32);
+/// A group's pages as (group, first_page, total_pages, last_page_tokens, tokens_at).
+type GroupTuple = (u32, u32, u32, u32, Option<u32>);
 
 fn group_tuple(pages: &GroupPages) -> GroupTuple {
     (
@@ -172,6 +173,7 @@ fn group_tuple(pages: &GroupPages) -> GroupTuple {
         pages.first_page,
         pages.total_pages,
         pages.last_page_tokens,
+        pages.tokens_at,
     )
 }
 
@@ -328,8 +330,10 @@ impl PyTransferNode {
             .map_err(node_error)
     }
 
-    /// P: prefill is over. `groups`: (group, first_page, total_pages, last_page_tokens) of each,
-    /// whose pages [first_page, total_pages) must all be published. `payload` (at most 2 MiB) reaches D unread. The lease starts.
+    /// P: prefill is over. `groups`: (group, first_page, total_pages, last_page_tokens, tokens_at)
+    /// of each, whose pages [first_page, total_pages) must all be published. `tokens_at`: how many
+    /// tokens a state has seen; None in groups without states. `payload` (at most 2 MiB) reaches D
+    /// unread. The lease starts.
     fn finish(
         &self,
         py: Python<'_>,
@@ -340,11 +344,12 @@ impl PyTransferNode {
         let groups = groups
             .into_iter()
             .map(
-                |(group, first_page, total_pages, last_page_tokens)| GroupPages {
+                |(group, first_page, total_pages, last_page_tokens, tokens_at)| GroupPages {
                     group,
                     first_page,
                     total_pages,
                     last_page_tokens,
+                    tokens_at,
                 },
             )
             .collect();
@@ -381,18 +386,21 @@ impl PyTransferNode {
         .map_err(node_error)
     }
 
-    /// D: `groups`: (group, start_page, dst_pages) of each. The group's pages of the prompt before
-    /// `start_page` are here or not needed; the others go to these pool pages (int32 little
-    /// endian), all of them. They are written until the room ends, and not after.
+    /// D: `groups`: (group, start_page, dst_pages, tokens_at) of each. The group's pages of the
+    /// prompt before `start_page` are here or not needed; the others go to these pool pages (int32
+    /// little endian), all of them. They are written until the room ends, and not after.
+    /// `tokens_at`: how many tokens a state must have seen; None in groups without states.
     fn grant(
         &self,
         py: Python<'_>,
         room: u64,
-        groups: Vec<(u32, u32, PyBackedBytes)>,
+        groups: Vec<(u32, u32, PyBackedBytes, Option<u32>)>,
     ) -> PyResult<()> {
-        let groups: Vec<(u32, u32, &[u8])> = groups
+        let groups: Vec<PageGrant<'_>> = groups
             .iter()
-            .map(|(group, start_page, dst_pages)| (*group, *start_page, &dst_pages[..]))
+            .map(|(group, start_page, dst_pages, tokens_at)| {
+                (*group, *start_page, &dst_pages[..], *tokens_at)
+            })
             .collect();
         py.detach(|| self.node.grant_pages(room, &groups))
             .map_err(node_error)

@@ -67,6 +67,11 @@ use records::events::{ClaimError, EventQueue};
 use records::metrics;
 use records::room_history::RoomSide;
 
+/// Where the pages of one group go, as (group, start_page, dst_pages, tokens_at): those before
+/// `start_page` are here or not needed, all others go to `dst_pages`. `tokens_at`: in a group of
+/// states, how many tokens the state must have seen.
+pub type PageGrant<'a> = (GroupId, u32, &'a [u8], Option<u32>);
+
 #[derive(Debug, thiserror::Error)]
 pub enum NodeError {
     #[error("{0}")]
@@ -339,20 +344,16 @@ impl TransferNode {
         self.claim_room(RoomSide::Decode, room, EngineCommand::Open(room, request))
     }
 
-    /// D: where the prompt's pages of each group go, as (group, start_page, dst_pages): those
-    /// before `start_page` are here or not needed, all others go to `dst_pages`.
-    pub fn grant_pages(
-        &self,
-        room: u64,
-        groups: &[(GroupId, u32, &[u8])],
-    ) -> Result<(), NodeError> {
+    /// D: where the prompt's pages of each group go.
+    pub fn grant_pages(&self, room: u64, groups: &[PageGrant<'_>]) -> Result<(), NodeError> {
         self.check_groups(groups, |&(group, ..)| group)?;
         let mut grants = Vec::with_capacity(groups.len());
-        for &(group, start_page, dst_pages) in groups {
+        for &(group, start_page, dst_pages, tokens_at) in groups {
             grants.push(GroupGrant {
                 group,
                 start_page,
                 pages: self.pool.check_pages(dst_pages)?,
+                tokens_at,
             });
         }
         self.send_command(EngineCommand::Decode(room, DecodeEvent::Grant(grants)))

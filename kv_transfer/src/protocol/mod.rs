@@ -137,6 +137,8 @@ pub struct GroupPages {
     pub first_page: u32,
     pub total_pages: u32,
     pub last_page_tokens: u32,
+    /// In a group of states: how many tokens of the prompt the state has seen.
+    pub tokens_at: Option<u32>,
 }
 
 /// Pages of one group that P has announced: their numbers, and a hash over the checksums of those
@@ -149,6 +151,9 @@ pub struct GroupTotal {
     pub total_pages: u32,
     pub last_page_tokens: u32,
     pub root: u64,
+    /// In a group of states: how many tokens of the prompt the state has seen.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tokens_at: Option<u32>,
 }
 
 impl GroupTotal {
@@ -159,6 +164,7 @@ impl GroupTotal {
             first_page: self.first_page,
             total_pages: self.total_pages,
             last_page_tokens: self.last_page_tokens,
+            tokens_at: self.tokens_at,
         }
     }
 }

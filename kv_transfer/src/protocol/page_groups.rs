@@ -42,6 +42,9 @@ pub struct GroupDescriptor {
     /// Hash of the numbers by which codes in the pages are multiplied.
     #[serde(default = "unscaled")]
     pub scales: String,
+    /// In a group of states: which tokens of a prompt its state has seen; empty in others.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub tokens_at: String,
 }
 
 /// Scales of pages that hold no codes.
@@ -99,6 +102,11 @@ impl GroupDescriptor {
             ),
             ("retain", self.retain.clone(), theirs.retain.clone()),
             ("scales", self.scales.clone(), theirs.scales.clone()),
+            (
+                "tokens_at",
+                self.tokens_at.clone(),
+                theirs.tokens_at.clone(),
+            ),
             (
                 "page_bytes",
                 self.page_bytes.to_string(),
@@ -219,6 +227,7 @@ pub(crate) mod tests {
             page_bytes,
             retain: "all".into(),
             scales: unscaled(),
+            tokens_at: String::new(),
         };
         let facts = [("model_hash", "m"), (GROUPS_HASH, "g")]
             .map(|(name, value)| (name.to_owned(), Value::from(value)));
@@ -302,6 +311,10 @@ pub(crate) mod tests {
             (
                 |it| it.groups[0].retain = "last 64".into(),
                 "page group 0: retain all against last 64",
+            ),
+            (
+                |it| it.groups[0].tokens_at = "N".into(),
+                "page group 0: tokens_at  against N",
             ),
             (
                 |it| it.groups[0].page_bytes = 1,

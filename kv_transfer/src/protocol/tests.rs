@@ -75,6 +75,7 @@ fn any_msg() -> impl Strategy<Value = Msg> {
                     first_page: first.min(n).into(),
                     total_pages: n.into(),
                     last_page_tokens: 7,
+                    tokens_at: None,
                     root: 9,
                 }],
                 payload,
@@ -240,6 +241,7 @@ fn oversized_and_inconsistent_messages_are_refused() {
         first_page: 0,
         total_pages: 1,
         last_page_tokens: 1,
+        tokens_at: None,
         root: 0,
     };
     let fin = |groups: usize, payload: usize| Msg::Final {
@@ -382,6 +384,7 @@ fn final_counts_the_pages_of_each_group() {
                 first_page: 0,
                 total_pages: 300,
                 last_page_tokens: 5,
+                tokens_at: None,
                 root: 1 << 40,
             },
             GroupTotal {
@@ -389,12 +392,34 @@ fn final_counts_the_pages_of_each_group() {
                 first_page: 268,
                 total_pages: 300,
                 last_page_tokens: 5,
+                tokens_at: None,
                 root: 9,
             },
         ],
         payload: vec![8, 9],
     };
     let wire = b"\x81\xa5FINAL\x84\xa4room\x07\xa7attempt\x02\xa6groups\x92\x85\xa5group\x00\xaafirst_page\x00\xabtotal_pages\xcd\x01\x2c\xb0last_page_tokens\x05\xa4root\xcf\x00\x00\x01\x00\x00\x00\x00\x00\x85\xa5group\x01\xaafirst_page\xcd\x01\x0c\xabtotal_pages\xcd\x01\x2c\xb0last_page_tokens\x05\xa4root\x09\xa7payload\xc4\x02\x08\x09";
+    assert_eq!(fin.encode(), wire);
+    assert_eq!(Msg::decode(wire).unwrap(), fin);
+}
+
+/// Made with Python's msgspec.
+#[test]
+fn final_says_how_many_tokens_a_state_has_seen() {
+    let fin = Msg::Final {
+        room: 7,
+        attempt: 2,
+        groups: vec![GroupTotal {
+            group: 1,
+            first_page: 0,
+            total_pages: 3,
+            last_page_tokens: 0,
+            root: 9,
+            tokens_at: Some(4790),
+        }],
+        payload: vec![8, 9],
+    };
+    let wire = b"\x81\xa5FINAL\x84\xa4room\x07\xa7attempt\x02\xa6groups\x91\x86\xa5group\x01\xaafirst_page\x00\xabtotal_pages\x03\xb0last_page_tokens\x00\xa4root\x09\xa9tokens_at\xcd\x12\xb6\xa7payload\xc4\x02\x08\x09";
     assert_eq!(fin.encode(), wire);
     assert_eq!(Msg::decode(wire).unwrap(), fin);
 }

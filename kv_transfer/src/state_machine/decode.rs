@@ -102,6 +102,8 @@ pub struct GroupGrant {
     pub group: GroupId,
     pub start_page: u32,
     pub pages: Vec<u32>,
+    /// In a group of states: how many tokens the state must have seen.
+    pub tokens_at: Option<u32>,
 }
 
 impl GroupGrant {
@@ -705,6 +707,15 @@ impl DecodeRoom {
                 );
                 return Some((ReasonCode::PromptMismatch, reason));
             }
+            // A state is advanced from where it stands: a token would be missed, or seen twice.
+            if grant.tokens_at != total.tokens_at {
+                let reason = format!(
+                    "the state in group {group} has seen {}, one that has seen {} is needed here",
+                    count_tokens(total.tokens_at),
+                    count_tokens(grant.tokens_at)
+                );
+                return Some((ReasonCode::PromptMismatch, reason));
+            }
         }
         for (announced, total) in self.totals()? {
             let range = announced.range();
@@ -878,6 +889,13 @@ impl DecodeRoom {
             _ => Ok(vec![]),
         }
     }
+}
+
+/// How far a group's state has seen a prompt, for people.
+fn count_tokens(tokens_at: Option<u32>) -> String {
+    tokens_at.map_or("no stated tokens".to_owned(), |count| {
+        format!("{count} tokens")
+    })
 }
 
 #[cfg(test)]

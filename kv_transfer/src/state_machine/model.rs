@@ -31,6 +31,20 @@ pub struct ModelGroup {
     pub first: u32,
     pub total: u32,
     pub start: u32,
+    /// Tokens that the state has seen which P sends, and those that D needs; `None`: the group has
+    /// no states.
+    pub tokens_at: [Option<u32>; 2],
+}
+
+impl ModelGroup {
+    pub const fn new(first: u32, total: u32, start: u32) -> Self {
+        Self {
+            first,
+            total,
+            start,
+            tokens_at: [None; 2],
+        }
+    }
 }
 
 /// Id of the group at this position.
@@ -279,6 +293,7 @@ impl Model {
                     first_page: group.first,
                     total_pages: group.total,
                     last_page_tokens: 1,
+                    tokens_at: group.tokens_at[0],
                 });
                 let output = prefill::PrefillOutput {
                     groups: groups.collect(),
@@ -303,6 +318,7 @@ impl Model {
                     pages: places_of(position, group.start..group.total)
                         .map(|place| DST + page_of(place))
                         .collect(),
+                    tokens_at: group.tokens_at[1],
                 });
                 let event = decode::DecodeEvent::Grant(grants.collect());
                 self.step_d(event, 0);

@@ -71,40 +71,24 @@ const ONE_PAGE: PullLimits = PullLimits {
 
 /// A prompt of one group: `total` pages of which D holds `start`.
 fn one_group(total: u32, start: u32) -> [ModelGroup; 1] {
-    [ModelGroup {
-        first: 0,
-        total,
-        start,
-    }]
+    [ModelGroup::new(0, total, start)]
 }
 
 /// A prompt of two groups with one page each: of the second, the pages in front do not exist.
-const TWO_GROUPS: [ModelGroup; 2] = [
-    ModelGroup {
-        first: 0,
-        total: 1,
-        start: 0,
-    },
-    ModelGroup {
-        first: 2,
-        total: 3,
-        start: 2,
-    },
-];
+const TWO_GROUPS: [ModelGroup; 2] = [ModelGroup::new(0, 1, 0), ModelGroup::new(2, 3, 2)];
 
 /// D needs a page that P has left behind.
-const LEFT_BEHIND: [ModelGroup; 2] = [
-    ModelGroup {
-        first: 0,
-        total: 1,
-        start: 0,
-    },
-    ModelGroup {
-        first: 2,
-        total: 3,
-        start: 1,
-    },
-];
+const LEFT_BEHIND: [ModelGroup; 2] = [ModelGroup::new(0, 1, 0), ModelGroup::new(2, 3, 1)];
+
+/// A prompt with a state of one page, all of whose other pages D holds. Args: `tokens_at`: tokens
+/// that P's state has seen, and those that D's must have.
+fn with_state(tokens_at: [u32; 2]) -> [ModelGroup; 2] {
+    let state = ModelGroup {
+        tokens_at: tokens_at.map(Some),
+        ..ModelGroup::new(0, 1, 0)
+    };
+    [ModelGroup::new(0, 1, 1), state]
+}
 
 fn reaches(explored: &Explored, d: &'static str, p: &str) -> bool {
     explored.ends.contains(&(Some(d), p.into()))
@@ -304,4 +288,41 @@ fn prompt_whose_needed_page_was_left_behind_never_commits() {
     );
     let committed = explored.ends.iter().any(|(d, _)| *d == Some("committed"));
     assert!(!committed, "{:?}", explored.ends);
+}
+
+#[test]
+fn state_is_sent_whatever_the_decode_node_holds_of_the_prompt() {
+    let faults = Budget {
+        losses: 1,
+        stale: 1,
+        revokes: 1,
+        ticks: 1,
+        ..NOTHING
+    };
+    let explored = explore(Model::new(&with_state([9, 9]), ONE_PAGE, faults));
+    assert!(
+        reaches(&explored, "committed", "DONE") && reaches(&explored, "failed", "STALE_PAGE"),
+        "{:?}",
+        explored.ends
+    );
+}
+
+#[test]
+fn state_that_has_seen_other_tokens_than_the_prompt_never_commits() {
+    for tokens_at in [[8, 9], [10, 9]] {
+        let budget = Budget {
+            losses: 1,
+            revokes: 1,
+            ticks: 1,
+            ..NOTHING
+        };
+        let explored = explore(Model::new(&with_state(tokens_at), ONE_PAGE, budget));
+        assert!(
+            reaches(&explored, "failed", "PROMPT_MISMATCH"),
+            "{:?}",
+            explored.ends
+        );
+        let committed = explored.ends.iter().any(|(d, _)| *d == Some("committed"));
+        assert!(!committed, "{tokens_at:?}: {:?}", explored.ends);
+    }
 }

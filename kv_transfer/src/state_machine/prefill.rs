@@ -631,6 +631,7 @@ impl PrefillRoom {
                 first_page: pages.first_page,
                 total_pages: pages.total_pages,
                 last_page_tokens: pages.last_page_tokens,
+                tokens_at: pages.tokens_at,
                 root: root_of(sums),
             }
         });

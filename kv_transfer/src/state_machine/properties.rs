@@ -39,14 +39,15 @@ fn budget() -> impl Strategy<Value = Budget> {
         )
 }
 
-/// One to three groups of which D holds or does not need a part of those that exist.
+/// One to three groups of which D holds or does not need a part of those that exist; some of them
+/// have states.
 fn groups() -> impl Strategy<Value = Vec<ModelGroup>> {
-    let group = (0u32..4, 0u32..6, 0u32..6).prop_map(|(first, pages, held)| {
+    let sizes = (0u32..4, 0u32..6, 0u32..6, proptest::option::of(1u32..9));
+    let group = sizes.prop_map(|(first, pages, held, tokens_at)| {
         let total = first + pages;
         ModelGroup {
-            first,
-            total,
-            start: (first + held).min(total),
+            tokens_at: [tokens_at; 2],
+            ..ModelGroup::new(first, total, (first + held).min(total))
         }
     });
     proptest::collection::vec(group, 1..4)

@@ -70,6 +70,7 @@ pub fn group_pages(total_pages: usize, last_page_tokens: u32) -> Vec<GroupPages>
         first_page: 0,
         total_pages: total_pages as u32,
         last_page_tokens,
+        tokens_at: None,
     }]
 }
 
@@ -385,7 +386,7 @@ impl Pair {
     pub fn grant(&self, room: u64, pages: &[u32]) {
         self.d
             .node
-            .grant_pages(room, &[(GROUP, 0, &ids(pages))])
+            .grant_pages(room, &[(GROUP, 0, &ids(pages), None)])
             .unwrap();
     }
 

@@ -45,15 +45,20 @@ def test_every_invariant_holds_in_short_queues(scenario: Scenario) -> None:
     assert run_scenario(scenario, 120).steps >= 0
 
 
-SNAPSHOTS = [GroupRule("state", 8, 3), GroupRule("state", 1, 1), GroupRule("state", 64, 40)]
+STATES = {
+    "wide": (GroupRule("state", 8, 3),),
+    "narrow": (GroupRule("state", 1, 1),),
+    "large": (GroupRule("state", 64, 40),),
+    "behind a window": (GroupRule("window", 5, 2), GroupRule("state", 8, 3)),
+    "none spared": (GroupRule("state", 10_000, 2),),
+}
 
 
 def with_snapshots(first_seed: int, *, is_tight: bool = False) -> list[Scenario]:
-    """Single nodes, because snapshots do not travel."""
-    alone = [each for each in scenarios(first_seed, is_tight) if each.role == "null"]
+    names = list(STATES)
     return [
-        dataclasses.replace(scenario, groups=(SNAPSHOTS[place % len(SNAPSHOTS)],))
-        for place, scenario in enumerate(alone)
+        dataclasses.replace(scenario, groups=STATES[names[place % len(names)]])
+        for place, scenario in enumerate(scenarios(first_seed, is_tight))
     ]
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from baton._native import BootstrapServer, TransferNode
 
 from baton.config import build_config
+from baton.disagg.calls import GroupIds
 from baton.disagg.native_node import NativeTransferNode
 from baton.disagg.transfer_driver import DecodeTransferDriver, PrefillTransferDriver
 from baton.runtime import build as runtime
@@ -74,7 +75,7 @@ class Half:
             TransferNode(self.native, json.dumps(node_settings), backend)
         )
         watched = self.node if stand_in is None else stand_in.watched(self.node)
-        groups = [group.id for group in loaded.kv_spec.groups]
+        groups = GroupIds.of(loaded.layout)
         if role == "prefill":
             self.engine: EngineLoop = loaded.make_engine_loop(
                 PrefillTransferDriver(watched, TIMEOUT_SECS, groups)

@@ -58,7 +58,7 @@ _LATENT = {
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 WITH_STATES = ("qwen3-next",)
-"""Variants with a state per sequence, which single nodes serve."""
+"""Variants with a state per sequence."""
 _ADD_ONE = ("gemma", "qwen3-next")
 """Variants whose norms multiply by 1 + weight."""
 

@@ -259,7 +259,10 @@ class ScenarioRun:
         """To all nodes, in any order; one refusal ends the request everywhere, as the router would."""
         nodes = self.rng.sample(self.nodes, len(self.nodes))
         for node in nodes:
-            fits = len(req.prompt) + 1 <= node.limits.capacity_tokens
+            longest = node.limits.capacity_tokens
+            if self.transfer is not None:
+                longest = node.limits.room_capacity_tokens
+            fits = len(req.prompt) + 1 <= longest
             try:
                 node.sched.add(req)
             except (PromptTooLong, QueueFull, TenantQueueFull) as refusal:

@@ -30,7 +30,7 @@ from baton.sched.types.events import (
     RevokeGrant,
     RowError,
 )
-from baton.sched.types.plan import INVALID_TOKEN, UNKNOWN_TOKEN, StepPlan, StepResult
+from baton.sched.types.plan import INVALID_TOKEN, UNKNOWN_TOKEN, StateCopy, StepPlan, StepResult
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import FinishReason, Rendezvous, SamplingParams, ValidatedRequest
 from baton.sched.types.request_timeline import FirstTokenStages, RequestTimeline
@@ -119,6 +119,10 @@ class Device:
         self.damaged = 0
         """Pages that came back damaged."""
         self.snapshots_read = 0
+        self.states_saved = 0
+        """Of prompts for D."""
+        self.states_loaded = 0
+        """Of prompts from P, and of those that gave up their slot."""
         self.slots = [Slot() for _ in range(limits.max_running_requests)]
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -126,6 +130,7 @@ class Device:
         returned = [page for run in intact for page in run]
         damaged = tuple(place for place, is_intact in enumerate(returned) if not is_intact)
         self.damaged += len(damaged)
+        self._park_states(plan)
         for adm in plan.admitted:
             self.slots[adm.slot] = Slot(further=[[] for _ in self.groups])
         for growth in plan.further:
@@ -134,6 +139,7 @@ class Device:
             assert len(table) >= growth.base
             assert -1 not in growth.pages or self.groups[growth.group].kind == "state"
             table[growth.base :] = list(growth.pages)
+        self._load_states(plan)
         states: list[int] = []
         tokens: list[int] = []
         runs: list[int] = []
@@ -169,6 +175,7 @@ class Device:
                 runs.append(len(run))
                 tokens += run
                 slot.last = tokens[-1]
+        self._save_states(plan)
         self._check(plan, states)
         sizes = tuple(runs) if plan.drafted else ()
         return StepResult(tokens, runs=sizes, damaged_pages=damaged)
@@ -193,11 +200,38 @@ class Device:
         """Let a running state see a token. Args: `full_page`: the page that it fills; -1: none."""
         slot.state = chain(slot.state, token)
         slot.position += 1
-        width = self.groups[group].width
-        if full_page < 0 or slot.further[group][full_page * width] == -1:
+        # A table ends in front of pages that have no snapshots.
+        blocks = slot.further[group][:: self.groups[group].width]
+        if full_page < 0 or full_page >= len(blocks) or blocks[full_page] == -1:
             return
         for copy in self._block(slot, group, full_page):
             self.memory[copy] = [slot.state] * self.page_size
+
+    def _park_states(self, plan: StepPlan) -> None:
+        for copy in plan.states:
+            if copy.kind == "park":
+                self._keep_state(copy)
+
+    def _save_states(self, plan: StepPlan) -> None:
+        for copy in plan.states:
+            if copy.kind == "save":
+                self._keep_state(copy)
+                self.states_saved += 1
+
+    def _keep_state(self, copy: StateCopy) -> None:
+        slot = self.slots[copy.slot]
+        assert slot.position == copy.tokens, "a state is kept that has seen other tokens"
+        for page in copy.pages:
+            self.memory[page] = [slot.state] * self.page_size
+
+    def _load_states(self, plan: StepPlan) -> None:
+        for copy in plan.states:
+            if copy.kind == "load":
+                ((state, *_),) = {tuple(self.memory[page]) for page in copy.pages}
+                slot = self.slots[copy.slot]
+                slot.state = state
+                slot.position = copy.tokens
+                self.states_loaded += 1
 
     def spoil_all(self) -> None:
         """Let every KV slot of the device hold NaN."""
@@ -354,7 +388,9 @@ class Node:
             budget = max(self.limits.step_tokens, answers + self.limits.page_size)
             assert plan.num_tokens <= budget
             assert len({row.handle for row in plan.rows}) == len(plan.rows)
-            assert plan.rows or plan.copies, "a plan without rows is made for its copies only"
+            assert plan.rows or plan.copies or plan.states, (
+                "a plan without rows is made for its copies only"
+            )
             self.steps += 1
             self.flight.append(plan)
         if plan is None or plan.drafted:

@@ -74,6 +74,7 @@ LATER_FIELDS = frozenset(
         "prompt_logprobs",
         "prompt_logprobs_start",
         "reasoning",
+        "states",
     )
 )
 """Fields that older recordings of plans do not have: left out while they have their default."""
@@ -300,6 +301,7 @@ class WatchedScheduler(Scheduler):
         slots = list(state.slots)
         for seq in state.seqs.values():
             private.extend(seq.private)
+            private.extend(seq.state_pages)
             assert seq.private <= set(seq.pages)
             for group, held, block_counts in zip(groups, seq.further, block_locks, strict=False):
                 private.extend(held.private)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton.disagg.calls import GroupGrant, GroupPages, TransferCall
+from baton.disagg.calls import GroupGrant, GroupIds, GroupPages, TransferCall
 from baton.disagg.events import (
     GrantRevoked,
     NodeEvent,
@@ -35,7 +35,7 @@ from baton.sched.types.request_timeline import PulledPages
 from tests.support.sched.sched_sim import Node, request
 
 VOCAB = 100
-GROUPS = (5,)
+GROUPS = GroupIds((5,))
 PAGES = (GroupPages(5, 0, 3, 4),)
 PULLED = PulledPages("shm", 3, 1, 0.1, 0.1)
 GOOD = msgspec.msgpack.encode([42, 0])
@@ -167,7 +167,7 @@ def test_first_token_that_completes_its_grammar_ends_the_answer(completes: bool 
     sched.ledger().check_idle(32)
 
 
-TWO_GROUPS = (5, 8)
+TWO_GROUPS = GroupIds((5, 8))
 """Ids of the page groups whose numbers are 0 and 1 to the scheduler."""
 
 
@@ -203,6 +203,33 @@ def test_pages_of_all_groups_are_granted_by_one_call() -> None:
     driver.apply_event(event, Scheduler(Limits(32, 4, 4, 100, 64, role="decode")))
     full = GroupGrant(5, 1, array("i", [9, 2]).tobytes())
     assert node.calls == [("grant", 101, (full, GroupGrant(8, 4, array("i", [3]).tobytes())))]
+
+
+WITH_STATE = GroupIds.of({"groups": [{"id": 5, "kind": "full"}, {"id": 8, "kind": "state"}]})
+
+
+def test_both_nodes_state_how_many_tokens_a_state_has_seen() -> None:
+    p = Runtime()
+    d = Runtime()
+    req = request(1, [1] * 14, 3, room=101)
+    done = PrefillDone(
+        req=req,
+        total_pages=4,
+        last_page_tokens=2,
+        token=42,
+        cached_tokens=0,
+        logprobs=None,
+        further=((0, 3),),
+    )
+    driver = PrefillTransferDriver(p, 60.0, WITH_STATE)
+    driver.apply_event(done, Scheduler(Limits(32, 4, 4, 100, 64, role="prefill")))
+    pages = (GroupPages(5, 0, 4, 2), GroupPages(8, 0, 3, 0, tokens_at=14))
+    assert p.calls == [("finish", 101, pages, _payload_of(done))]
+    granted = GrantPages(req, 4, array("i"), ((0, array("i", [9, 7, 2])),))
+    decode_driver = DecodeTransferDriver(d, 60.0, WITH_STATE, VOCAB)
+    decode_driver.apply_event(granted, Scheduler(Limits(32, 4, 4, 100, 64, role="decode")))
+    state = GroupGrant(8, 0, array("i", [9, 7, 2]).tobytes(), tokens_at=14)
+    assert d.calls == [("grant", 101, (GroupGrant(5, 4, b""), state))]
 
 
 def test_event_that_leaves_a_group_out_is_an_error_of_the_scheduler() -> None:

@@ -21,7 +21,7 @@ from baton.layers.kv_spec import (
     to_ranges,
 )
 from baton.layers.shard import Shard
-from baton.layers.spec import AttentionSpec, LatentSpec, LayerAttention
+from baton.layers.spec import AttentionSpec, DeltaSpec, LatentSpec, LayerAttention
 
 GROUP = describe_heads(range(3), range(2), 8, dtype="bfloat16", page_tokens=4)
 MAX_ROUTE_BODY_BYTES = 16 << 10
@@ -40,6 +40,7 @@ def with_other(name: str) -> GroupDescriptor:
         "page_bytes": 1,
         "retain": "last 64",
         "scales": (KvScales(),) * 3,
+        "tokens_at": "N",
     }
     return replace(GROUP, **{name: others[name]})
 
@@ -207,6 +208,50 @@ def test_layers_keep_their_scales_and_type_in_a_divided_pool() -> None:
 def test_divided_pool_has_another_hash() -> None:
     assert divided([8, 0]).groups_hash != divided([16, 0]).groups_hash
     assert json.loads(json.dumps(divided([8, 0]).layout("m")))["groups"][1]["retain"] == "last 8"
+
+
+DELTA = DeltaSpec(key_heads=2, value_heads=4, key_dim=8, value_dim=6, taps=4, first_value_head=4)
+
+
+def test_states_are_a_group_of_the_layout_behind_those_of_tokens() -> None:
+    spec = divided([8, 0]).with_states({1: DELTA, 2: DELTA, 4: DELTA}, 64)
+    *_, group = spec.layout("m")["groups"]  # type: ignore[misc]
+    assert group == {
+        "id": 2,
+        "kind": "state",
+        "layers": ((1, 3), (4, 5)),
+        "heads": ((4, 8),),
+        "dims": "layer,conv|matrix=tap*channel|head*key*value,tap=3,channel=q|k|v:16|16|24,key=8,"
+        "value=6,matrix_dtype=float32",
+        "dtype": spec.compute_dtype,
+        "page_tokens": 0,
+        "page_bytes": spec.page_bytes,
+        "retain": "latest",
+        "scales": "none",
+        "tokens_at": "N",
+    }
+    assert [rule.kind for rule in spec.rules] == ["window", "state"]
+    pages = spec.rules[-1].width
+    assert (pages - 1) * spec.page_bytes < 3 * DELTA.state_bytes(spec.compute_dtype)
+    assert 3 * DELTA.state_bytes(spec.compute_dtype) <= pages * spec.page_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("value_heads", 2), ("key_dim", 4), ("value_dim", 3), ("taps", 3), ("first_value_head", 0)],
+)
+def test_every_size_of_a_state_enters_the_hash(name: str, value: int) -> None:
+    spec = KVSpec((GROUP,))
+    other = replace(DELTA, **{name: value})
+    hashes = {
+        spec.groups_hash,
+        spec.with_states({0: DELTA}, 8).groups_hash,
+        spec.with_states({1: DELTA}, 8).groups_hash,
+        spec.with_states({0: other}, 8).groups_hash,
+    }
+    assert len(hashes) == 4
+    with pytest.raises(ValueError, match="different sizes"):
+        spec.with_states({0: DELTA, 1: other}, 8)
 
 
 def test_layout_of_many_scattered_layers_fits_a_route_body() -> None:

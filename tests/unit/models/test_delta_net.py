@@ -42,7 +42,7 @@ def test_every_fourth_layer_has_pages_and_the_others_a_state(tmp_path: Path) -> 
     spec = read(tmp_path)
     assert spec.paged_layers == list(range(3, 48, 4))
     assert len(spec.states) == 36
-    assert {state.state_bytes("bfloat16") for state in spec.states} == {49152 + 2097152}
+    assert {state.state_bytes("bfloat16") for state in spec.states.values()} == {49152 + 2097152}
     (group,) = spec.kv_spec(16).groups
     assert group.layer_numbers == spec.paged_layers
     kinds = ["full_attention", "linear_attention"] * 24
@@ -82,8 +82,6 @@ def test_gpu_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ({"disaggregation_mode": "prefill"}, "--disaggregation-mode prefill: .* single node"),
-        ({"disaggregation_mode": "decode"}, "--disaggregation-mode decode: .* single node"),
         ({"speculative_algorithm": "NGRAM"}, "--speculative-algorithm NGRAM: .* take back"),
         ({"host_kv_gib": 1.0}, "--host-kv-gib 1: .* leave the flag out"),
         ({"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype auto"),
@@ -116,7 +114,7 @@ def rows_taken(spec: ModelSpec, shard: Shard, name: str) -> list[int]:
 def test_ranks_have_some_key_heads_and_their_value_heads(tmp_path: Path) -> None:
     spec = read(tmp_path)
     share = share_of(spec, Shard(1, 4))
-    assert share.states[0] == DeltaSpec(4, 8, 128, 128, taps=4)
+    assert share.states[0] == DeltaSpec(4, 8, 128, 128, taps=4, first_value_head=8)
     for name, rows in (
         ("qkvz", 16 * (2 * 128 + 4 * 128)),
         ("gates", 64),

@@ -92,10 +92,12 @@ class DeltaBlockSpec:
 
     def share(self, shard: Shard) -> DeltaBlockSpec:
         """The block as one rank computes it: some key heads, and their value heads."""
+        own_keys = shard.slice_of(self.delta.key_heads)
         delta = replace(
             self.delta,
             key_heads=self.delta.key_heads // shard.size,
             value_heads=self.delta.value_heads // shard.size,
+            first_value_head=own_keys.start * self.values_per_key,
         )
         return replace(self, delta=delta)
 

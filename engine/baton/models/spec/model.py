@@ -126,10 +126,13 @@ class ModelSpec:
         ]
 
     @property
-    def states(self) -> tuple[DeltaSpec, ...]:
-        """Of each layer that keeps a state per sequence."""
-        blocks = (layer.attention for layer in self.layers)
-        return tuple(block.delta for block in blocks if isinstance(block, DeltaBlockSpec))
+    def states(self) -> dict[int, DeltaSpec]:
+        """Of each layer that keeps a state per sequence, by its number."""
+        return {
+            number: layer.attention.delta
+            for number, layer in enumerate(self.layers)
+            if isinstance(layer.attention, DeltaBlockSpec)
+        }
 
     def kv_spec(self, page_size: int) -> KVSpec:
         """The page groups of a pool with `page_size` tokens a page."""

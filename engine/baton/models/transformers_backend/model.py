@@ -16,8 +16,8 @@ import copy
 import hashlib
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ class ForeignSpec:
     kv_scales: tuple[KvScales, ...] = ()
     """By layer, for a KV cache of FP8 codes; empty: it is kept in the compute type."""
 
-    states: tuple[DeltaSpec, ...] = ()
+    states: Mapping[int, DeltaSpec] = field(default_factory=dict)
     """No layer keeps a state per sequence: modules that have some are refused
     (`transformers_backend.choice`)."""
 

@@ -104,7 +104,7 @@ class ModelRunner:
         """Of layers that keep a state per sequence, where there are some."""
         if model.spec.states:
             pages = self._page_table.shape[1]
-            self._states = SlotStates(model.spec.states, kv, max_slots, pages)
+            self._states = SlotStates(tuple(model.spec.states.values()), kv, max_slots, pages)
         self._last_token: NDArray[np.int64] = np.full(max_slots, UNKNOWN_TOKEN, np.int64)
         self._sample_rows: list[SampleRow | None] = [None] * max_slots
         self._prompts = PromptTable()
@@ -132,6 +132,7 @@ class ModelRunner:
         is_damaged = self._copy_pages(step)
         copy_seconds = time.monotonic() - started if step.copies else 0.0
         damaged_pages = read_damaged(is_damaged)
+        self._park_states(step)
         # A step without rows is executed for its copies.
         if indices is None:
             return StepResult((), copy_seconds=copy_seconds, damaged_pages=damaged_pages)
@@ -190,6 +191,7 @@ class ModelRunner:
             )
         self._begin_write(step)
         self._copy_pages(step)
+        self._park_states(step)
         if indices is not None:
             batch = self._make_batch(step, indices)
             self._model.prepare(batch, self._attn)
@@ -290,6 +292,7 @@ class ModelRunner:
             new_pages,
             plan.further,
             len(plan.drafted),
+            plan.states,
         )
 
     def forced_tokens(self, slot: int) -> list[int]:
@@ -371,6 +374,10 @@ class ModelRunner:
                 for part in range(table.shape[2])
             ),
         )
+
+    def _park_states(self, step: StepInputs) -> None:
+        if self._states is not None:
+            self._states.park(step)
 
     def _end_states(self) -> None:
         if self._states is not None:

@@ -1,8 +1,10 @@
 """States of a runner's slots, and the snapshots of them that the plan's page tables name.
 
-1. `begin_step` brings the states of a step's rows to where they begin: zeros at position 0, a
-snapshot in front of a prefix that was found, or what the last step left; 2. the layers compute
-(layers.recurrent_state), and leave copies at the page borders that have pages for a snapshot; 3.
+1. `park` copies the states of slots that get another owner to pages of their sequences; 2.
+`begin_step` brings the states of a step's rows to where they begin: zeros at position 0, a snapshot
+in front of a prefix that was found, a state of the sequence's own pages (one that P sent, or that
+was parked), or what the last step left; 3. the layers compute (layers.recurrent_state), and leave
+copies at the page borders that have pages for a snapshot, and at the end of a prompt for D; 4.
 `end_step` writes the copies into these pages.
 
 Invariant: a slot's state has seen the tokens of its sequence up to the next row's first position. A
@@ -12,17 +14,20 @@ later token would be wrong.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from baton.cache.group_pages import NO_PAGE
 from baton.layers.kv_pool import KvTensors
 from baton.layers.recurrent_state import StateBuffers, StateLevel, StepStates
 from baton.layers.spec import DeltaSpec
 from baton.runtime.runner.step_inputs import StepInputs
+from baton.sched.types.plan import StateCopy
 
 
 class StateError(Exception):
@@ -30,7 +35,7 @@ class StateError(Exception):
 
 
 class _Snapshot(NamedTuple):
-    """A copy that the step takes."""
+    """A copy that the step takes, of a snapshot or of a state that D gets."""
 
     copy: int
     level: int
@@ -67,9 +72,23 @@ class SlotStates:
         """Size of a sequence's states."""
         return self.buffers.slot_bytes
 
+    def park(self, step: StepInputs) -> None:
+        """Copy states out of slots that get another owner, before anything else of a step."""
+        for kind, slot, tokens, pages in step.states:
+            if kind == "park":
+                _check_kept(slot, tokens, int(self._tokens[slot]))
+                self._write_pages(self.buffers.data[slot], pages)
+
     def begin_step(self, step: StepInputs) -> StepStates:
         """Prepare the states of a step's rows. Raises StateError."""
         self._read_tables(step)
+        saves: dict[int, StateCopy] = {}
+        for each in step.states:
+            if each.kind == "load":
+                self._read_pages(each.pages, self.buffers.data[each.slot])
+                self._tokens[each.slot] = each.tokens
+            elif each.kind == "save":
+                saves[each.slot] = each
         snapshots: dict[int, _Snapshot] = {}
         levels = [StateLevel()]
         first = 0
@@ -97,6 +116,12 @@ class SlotStates:
             if position < end:
                 rows = _level_at(levels, level).rows
                 rows.append((first + position - start, first + n, slot))
+            if slot in saves:
+                _check_kept(slot, saves[slot].tokens, end)
+                pages = np.frombuffer(saves[slot].pages, np.int32)
+                taken = _Snapshot(len(snapshots), level, pages)
+                _level_at(levels, level).saves.append((slot, taken.copy))
+                snapshots[int(pages[0])] = taken
             self._tokens[slot] = end
             first += n
         self._taken = list(snapshots.values())
@@ -110,9 +135,7 @@ class SlotStates:
         if self._copies is None:
             return
         for snapshot in self._taken:
-            parts = self._copies.data[snapshot.copy].split(self._page_bytes.shape[1])
-            for page, part in zip(snapshot.pages.tolist(), parts, strict=True):
-                self._page_bytes[page, : len(part)] = part
+            self._write_pages(self._copies.data[snapshot.copy], snapshot.pages)
         self._copies = None
         self._taken = []
 
@@ -148,10 +171,24 @@ class SlotStates:
             )
         if pages[0] in snapshots:
             return snapshots[pages[0]]
-        state = self.buffers.data[slot]
+        self._read_pages(pages, self.buffers.data[slot])
+        return None
+
+    def _read_pages(self, pages: Iterable[int], state: Tensor) -> None:
         for page, part in zip(pages, state.split(self._page_bytes.shape[1]), strict=True):
             part.copy_(self._page_bytes[page, : len(part)])
-        return None
+
+    def _write_pages(self, state: Tensor, pages: Iterable[int]) -> None:
+        for page, part in zip(pages, state.split(self._page_bytes.shape[1]), strict=True):
+            self._page_bytes[page, : len(part)] = part
+
+
+def _check_kept(slot: int, tokens: int, seen: int) -> None:
+    """Raise StateError if a state that has `seen` so many tokens is to be kept as one of others."""
+    if seen != tokens:
+        raise StateError(
+            f"slot {slot}: the state of {tokens} tokens is to be kept, and it has seen {seen}"
+        )
 
 
 def _level_at(levels: list[StateLevel], number: int) -> StateLevel:

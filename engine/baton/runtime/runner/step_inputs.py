@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from baton.cache.host import CopyRun
 from baton.cache.int_array import IntArray, pack, unpack
-from baton.sched.types.plan import FurtherGrowth
+from baton.sched.types.plan import FurtherGrowth, StateCopy
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -70,6 +70,8 @@ class StepInputs:
     """Growth of page tables in further page groups."""
     num_drafted_rows: int = 0
     """Rows behind the decode rows that have drafts: a token is drawn behind each of theirs."""
+    states: tuple[StateCopy, ...] = ()
+    """Copies between states of slots and pages of their sequences."""
 
     def count_draws(self) -> Int64:
         """How many tokens are drawn in each row, behind its last ones: int64 [R]."""
@@ -126,6 +128,9 @@ def checksum_step(step: StepInputs, indices: StepArrays | None, before: int) -> 
         value = zlib.crc32(
             run.pages.tobytes() + run.slots.tobytes(), zlib.crc32(bytes([run.to_host]), value)
         )
+    for copy in step.states:
+        facts = f"{copy.kind}:{copy.slot}:{copy.tokens}".encode()
+        value = zlib.crc32(copy.pages.tobytes(), zlib.crc32(facts, value))
     if indices is None:
         return value
     parts: tuple[NDArray[Any], ...] = (

@@ -13,6 +13,11 @@ Behind the device's pages stands the host tier, if there is one: it takes the pa
 evicts (all of them by `release_device_memory` with mode offload). A sequence that is admitted gets
 its continuation from there (`restore_prefix`).
 
+Where the model keeps states of sequences, the one at the end of a prompt that P sends to D has
+pages of its own (`Seq.state_pages`), outside the tree, which is made of whole pages of tokens.
+Without them P cannot serve the prompt and D cannot take it, so they are part of a grant. Before the
+prompt's end P may use them for a state that gives up its slot (`park_state`).
+
 Where the model has further page groups (cache.group_pages), a sequence holds in each of them the
 blocks from `FurtherPages.first` on, up to as many as it has pages; those in front were left behind.
 A grant is of all groups or none.
@@ -39,6 +44,7 @@ from baton.sched.memory.demand import KnownAnswer, NewTokenRatio, peak_growth
 from baton.sched.memory.restores import RestoreLog
 from baton.sched.policies.base import refresh_probe
 from baton.sched.setup.limits import Limits
+from baton.sched.types.plan import StateCopy
 from baton.sched.types.sequence import FurtherPages, Seq, SeqState
 
 HIT_SOURCES = ("device", "in_flight", "host", "decode_tree", "rematch")
@@ -82,8 +88,8 @@ class KvManager:
         for group in self._groups:
             if group.rule.kind == "state":
                 self._states = group
-        needed = [group.width for group in self._groups if group is not self._states]
-        self.pages_per_block = 1 + sum(needed)
+        self._attention_groups = [group for group in self._groups if group is not self._states]
+        self.pages_per_block = 1 + sum(group.width for group in self._attention_groups)
         """Pages of the pool that one more page of tokens needs, in all groups."""
         self._most_snapshot_pages = int(limits.state_snapshot_share * limits.num_pages)
         self._given: list[tuple[RadixNode, array[int]]] = []
@@ -91,6 +97,8 @@ class KvManager:
         path, and their first pages."""
         self._private_snapshots = 0
         """Pages of snapshots that the tree does not have."""
+        self._parked: dict[int, StateCopy] = {}
+        """States that the next plan copies out of the slots that they had, by handle."""
         self._limits = limits
         self._publishes = limits.radix_cache
         self._priority = limits.priority
@@ -115,7 +123,7 @@ class KvManager:
     @property
     def has_copies(self) -> bool:
         """True if a plan must be made even without rows."""
-        return self.host is not None and self.host.has_copies
+        return bool(self._parked) or (self.host is not None and self.host.has_copies)
 
     def take_new_pages(self) -> array[int]:
         """Pages that got a new owner since the last call, each once."""
@@ -128,6 +136,11 @@ class KvManager:
             return ()
         self.restores.take_plan()
         return self.host.take_copies()
+
+    def take_parked_states(self) -> tuple[StateCopy, ...]:
+        parked = tuple(self._parked.values())
+        self._parked = {}
+        return parked
 
     def observe_copies(self, copies: Iterable[CopyRun], seconds: float) -> None:
         pages = sum(len(run.pages) for run in copies)
@@ -162,11 +175,12 @@ class KvManager:
         for group, held in zip(self._groups, seq.further, strict=False):
             own = held.pages[held.first * group.width :]
             pages += len(own) - own.count(NO_PAGE)
-        return pages
+        return pages + len(seq.state_pages)
 
     def private_pages(self, seq: Seq) -> int:
         """Pages of the pool that a sequence owns outside the tree, in all groups."""
-        return len(seq.private) + sum(len(held.private) for held in seq.further)
+        further = sum(len(held.private) for held in seq.further)
+        return len(seq.private) + further + len(seq.state_pages)
 
     def further_usage(self, seqs: Iterable[Seq]) -> dict[str, GroupUsage]:
         """Pages of the further groups by their kind. `seqs`: all that there are."""
@@ -184,7 +198,7 @@ class KvManager:
         prefix.
         """
         pages = self.pages(len(seq.tokens))
-        needed = pages - cached_pages
+        needed = pages - cached_pages + self._state_pages_lacking(seq)
         row_tokens = self._limits.longest_chunk(len(seq.tokens))
         for group in self._groups:
             most = min(pages, group.rule.most_blocks(self.page_size, row_tokens))
@@ -194,14 +208,25 @@ class KvManager:
 
     def pages_to_pull(self, seq: Seq, cached_pages: int) -> int:
         """D: pages that a prompt takes beside `cached_pages` of its prefix: in further groups only
-        what its end still sees.
+        what its end still sees, and its state whatever the prefix is.
         """
         pages = self.pages(seq.prompt_len)
-        needed = pages - cached_pages
-        for group in self._groups:
+        needed = pages - cached_pages + self._state_pages_lacking(seq)
+        for group in self._attention_groups:
             first = max(group.first_block(seq.prompt_len), cached_pages)
             needed += (pages - first) * group.width
         return needed
+
+    def _state_pages_lacking(self, seq: Seq) -> int:
+        """Pages that a sequence lacks for the state at its prompt's end."""
+        return 0 if seq.state_pages else self._traveling_state_pages(seq)
+
+    def _traveling_state_pages(self, seq: Seq) -> int:
+        """Pages of the state that P sends to D with a sequence's prompt."""
+        # D leaves the pages with the first row, and a request that it computes itself has none.
+        if seq.is_lease or seq.state in (SeqState.OPENING, SeqState.TRANSFER):
+            return self._limits.state_pages
+        return 0
 
     def answer_pages(self, tokens: int) -> int:
         """Pages that an answer of so many tokens takes.
@@ -236,7 +261,9 @@ class KvManager:
         """Pages that a sequence is expected to still take."""
         tokens = seq.total_len + self.answer_tokens(seq)
         growth = max(self.pages(tokens) - len(seq.pages), 0)
-        return growth + self._further_growth(seq, tokens) if self._groups else growth
+        if not self._groups:
+            return growth
+        return growth + self._further_growth(seq, tokens) + self._state_pages_lacking(seq)
 
     def _further_growth(self, seq: Seq, tokens: int) -> int:
         """Pages that a sequence still takes in further groups until it has `tokens` tokens."""
@@ -255,7 +282,7 @@ class KvManager:
         pages = blocks
         for group in self._groups:
             pages += min(blocks, group.rule.most_blocks(self.page_size, 1)) * group.width
-        return pages
+        return pages + self._traveling_state_pages(seq)
 
     def total_growth(self, seqs: Iterable[Seq]) -> int:
         """The sum of `growth`, without a call per sequence: it is taken in every step that a
@@ -341,16 +368,23 @@ class KvManager:
             self._new_pages.extend(pages)
         return pages
 
-    def match_prefix(self, seq: Seq, max_tokens: int) -> PrefixMatch:
+    def match_prefix(
+        self, seq: Seq, max_tokens: int, *, restores_state: bool = True
+    ) -> PrefixMatch:
         """The cached prefix of a sequence, locked: the caller hands it to `share_prefix` or unlocks
         its node.
+
+        Args:
+            restores_state: the row behind the prefix begins with a snapshot. D begins with the
+                state that comes from P.
         """
         if seq.node is not None and self.cache.is_quarantined(seq.node):
             # A damaged prefix has left the tree: the sequence keeps its own path, and no other
             # sequence's pages continue it.
             self.cache.lock(seq.node)
             return PrefixMatch(seq.node, seq.pages[: seq.published], seq.published * self.page_size)
-        match = self.cache.match(seq.key, seq.req.namespace, max_tokens)
+        num_further = None if restores_state else len(self._attention_groups)
+        match = self.cache.match(seq.key, seq.req.namespace, max_tokens, num_further)
         self.cache.lock(match.node)
         for group, _, block in self._blocks_of(match):
             group.lock(block)
@@ -396,7 +430,12 @@ class KvManager:
             elif not is_own_work:
                 group.reuse(block)
         self._hold_further(seq)
-        for group, held, pages in zip(self._groups, seq.further, match.further, strict=True):
+        # A match without snapshots: the sequence has pages for its state.
+        if len(match.further) < len(self._groups):
+            held = seq.further[-1]
+            held.pages.extend(array("i", (NO_PAGE,)) * (len(match.pages) * held.width))
+            held.first = len(match.pages)
+        for group, held, pages in zip(self._groups, seq.further, match.further, strict=False):
             visible = group.first_block(match.num_tokens)
             self._give_back(group, held, min(visible, num_own), left_behind=True)
             held.pages.extend(pages[len(held.pages) :])
@@ -488,8 +527,9 @@ class KvManager:
         path = self.cache.match_full_group(*prompt, max_tokens)
         limit = max_tokens // self.page_size
         joint = find_joint_prefix(host, self._groups, path, prompt, valid=first, limit=limit)
-        # The host adds nothing to what the sequence shares already.
-        if joint.length <= first:
+        # The host adds nothing to what the sequence shares already, or to what it was admitted
+        # without because the pool has no room for its snapshot.
+        if joint.length <= first or not joint.host_pages:
             return
         # The allocation may evict: neither what is to be copied back nor what stands beside it on
         # the device may go.
@@ -563,11 +603,12 @@ class KvManager:
         Returns whether there is room; if not, the sequence holds no page more than before.
         """
         need = -(-tokens // self.page_size) - len(seq.pages)
-        if need <= 0:
+        state_pages = self._state_pages_lacking(seq) if self._states is not None else 0
+        if need <= 0 and not state_pages:
             return True
         if self._groups:
             start = seq.computed if position is None else position
-            return self._extend_all(seq, need, start, tokens)
+            return self._extend_all(seq, max(need, 0), start, tokens, state_pages)
         pages = self.allocate(need)
         if pages is None:
             return False
@@ -575,8 +616,10 @@ class KvManager:
         seq.private.update(pages)
         return True
 
-    def _extend_all(self, seq: Seq, need: int, position: int, tokens: int) -> bool:
-        """`extend` by `need` pages of tokens in all groups."""
+    def _extend_all(
+        self, seq: Seq, need: int, position: int, tokens: int, state_pages: int
+    ) -> bool:
+        """`extend` by `need` pages of tokens in all groups, and `state_pages` for a state."""
         self._hold_further(seq)
         # A snapshot that is left behind before the tree has it would be lost.
         if self._states is not None and any(held.private for held in seq.further):
@@ -592,12 +635,15 @@ class KvManager:
         sizes = [
             (end - start) * group.width for group, start in zip(self._groups, visible, strict=True)
         ]
-        pages = self.allocate(need + sum(sizes))
+        needed = need + sum(sizes) + state_pages
+        pages = self.allocate(needed)
         # A sequence alone in the pool would wait for pages that its own snapshots take.
         if pages is None and self._drop_snapshots(seq):
-            pages = self.allocate(need + sum(sizes))
+            pages = self.allocate(needed)
         if pages is None:
             return False
+        if state_pages:
+            seq.state_pages = pages[needed - state_pages :]
         seq.pages.extend(pages[:need])
         seq.private.update(pages[:need])
         taken = need
@@ -607,7 +653,10 @@ class KvManager:
                 # A row of a prompt fills whole pages up to its end. One token at a time fills its
                 # page with later rows, which bring no pages.
                 last = end if seq.is_decoding else tokens // self.page_size
-                self._add_snapshots(seq, held, group, range(first, last))
+                # No row here computes what D pulls.
+                pulled = min(self.pages(position), end)
+                held.first = max(held.first, pulled if seq.state is SeqState.TRANSFER else 0)
+                self._add_snapshots(seq, held, group, range(max(first, pulled), last))
                 continue
             # No block in front of the first visible one is held, so that none is left behind.
             if start > first:
@@ -689,6 +738,20 @@ class KvManager:
                 visible = position // self.page_size
             self._give_back(group, held, visible, left_behind=True)
 
+    def leave_snapshots(self, seqs: Iterable[Seq]) -> bool:
+        """Give up the snapshots that running sequences hold and no row of theirs reads.
+
+        The plan that is being made has no rows yet: their steps would write them.
+        Returns whether pages became available.
+        """
+        if self._states is None:
+            return False
+        before = self.available
+        for seq in seqs:
+            if seq.further:
+                self._leave_behind(seq, seq.computed)
+        return self.available > before
+
     def _give_back(
         self, group: GroupPages, held: FurtherPages, end: int, *, left_behind: bool
     ) -> None:
@@ -721,6 +784,11 @@ class KvManager:
         """
         found = []
         for group, held in zip(self._groups, seq.further, strict=False):
+            # The state at the prompt's end, whatever pages of tokens come with it.
+            if group is self._states:
+                is_end = end is None or end == self.pages(seq.prompt_len)
+                found.append((0, seq.state_pages if is_end else array("i")))
+                continue
             start = max(first, group.first_block(seq.prompt_len))
             stop = len(seq.pages) if end is None else end
             pages = held.pages[start * group.width : max(start, stop) * group.width]
@@ -740,6 +808,11 @@ class KvManager:
         match = self.match_prefix(seq, seq.reusable_tokens)
         # The tree has nothing beyond the tokens computed here.
         if match.num_tokens <= seq.computed:
+            self.drop_match(match)
+            return
+        # A locked snapshot takes pages that no estimate counts: the prompt could not go on.
+        left = self.pages(len(seq.tokens)) - len(match.pages)
+        if self.holds_snapshot(match) and left > self.available:
             self.drop_match(match)
             return
         self.share_prefix(seq, match)
@@ -876,6 +949,40 @@ class KvManager:
         seq.further = []
         self._hold_path(seq, None, 0)
         seq.pages = array("i")
+        self.release_state(seq)
+
+    def park_state(self, seq: Seq) -> None:
+        """P: let the next plan copy the state of an unfinished prompt to its pages, because another
+        sequence gets its slot.
+        """
+        # Nothing is computed yet, or the state at the prompt's end goes to these pages anyway; or
+        # it is parked since the last time, and no row has begun with it.
+        if not seq.state_pages or not 0 < seq.computed < seq.prompt_len:
+            return
+        if seq.state_tokens == seq.computed or self._has_snapshot(seq):
+            return
+        parked = StateCopy("park", seq.slot, seq.computed, seq.state_pages)
+        self._parked[seq.handle] = parked
+        seq.state_tokens = seq.computed
+
+    def _has_snapshot(self, seq: Seq) -> bool:
+        """Whether the next row of a sequence finds a snapshot of the tree in front of it: its slot
+        may stand elsewhere, where another sequence computed the pages in between.
+        """
+        place, behind = divmod(seq.computed, self.page_size)
+        held = seq.further[-1]
+        block = held.pages[(place - 1) * held.width]
+        # A snapshot of its own may go to the tree, and out of its table, before that row.
+        return not behind and block != NO_PAGE and block not in held.private
+
+    def release_state(self, seq: Seq) -> None:
+        """Free the pages of a sequence's own state."""
+        # Their next owner must not find another's state in them.
+        self._parked.pop(seq.handle, None)
+        seq.state_tokens = -1
+        if seq.state_pages:
+            self.allocator.free(seq.state_pages)
+            seq.state_pages = array("i")
 
     def quarantine(self, seq: Seq) -> None:
         """Keep the cached pages of this sequence from all others, those on the host too.

@@ -107,7 +107,11 @@ def _find_pages_for(state: SchedulerState, seq: Seq) -> bool:
 
     Returns whether there is room.
     """
-    while not state.memory.extend(seq, seq.total_len):
+    memory = state.memory
+    while not memory.extend(seq, seq.total_len):
+        # Snapshots go before anything is retracted.
+        if memory.leave_snapshots(state.running.values()):
+            continue
         if not retract_for(state, seq):
             return False
     return True

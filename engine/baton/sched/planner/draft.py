@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
-from baton.sched.types.plan import UNKNOWN_TOKEN, AdmittedSeq, FurtherGrowth, Row
+from baton.sched.types.plan import UNKNOWN_TOKEN, AdmittedSeq, FurtherGrowth, Row, StateCopy
 from baton.sched.types.sequence import Seq
 
 NO_DRAFTS = array("i")
@@ -18,6 +18,9 @@ class PlanDraft:
     further: list[FurtherGrowth] = field(default_factory=list)
     drafted: list[int] = field(default_factory=list)
     """How many drafted tokens the last rows have."""
+    states: list[StateCopy] = field(default_factory=list)
+    pulled: list[Seq] = field(default_factory=list)
+    """D: sequences whose rows load the state that came from P."""
     preemptor: Seq | None = None
     """The waiting request that others were preempted for in this plan, until it is tried."""
     seconds_budget: float | None = None
@@ -66,12 +69,27 @@ class PlanDraft:
             Row(seq.handle, seq.slot, start, len(tokens), samples, tokens, sent, seq.pages[sent:])
         )
         self.add_further(seq)
+        if seq.state_pages:
+            self._add_states(seq, start, end)
         seq.pages_sent_to_runner = len(seq.pages)
         seq.computed = end
         seq.inflight_steps += 1
         seq.has_started = True
         # The newest unknown token is now the one that this row samples.
         seq.inflight += samples
+
+    def _add_states(self, seq: Seq, start: int, end: int) -> None:
+        """Copy a sequence's state from its pages where the row [start, end) begins with it, and to
+        them where the row ends the prompt that D waits for."""
+        # A slot that has computed rows of it has the state.
+        if seq.pages_sent_to_runner == 0 and seq.state_tokens == start:
+            self.states.append(StateCopy("load", seq.slot, start, seq.state_pages))
+            seq.state_tokens = -1
+            if not seq.is_lease:
+                self.pulled.append(seq)
+        if seq.is_lease and end == seq.prompt_len:
+            self.states.append(StateCopy("save", seq.slot, end, seq.state_pages))
+            seq.state_tokens = end
 
     def add_further(self, seq: Seq) -> None:
         """Tell the runner of a sequence's new pages in further page groups, before those of group 0

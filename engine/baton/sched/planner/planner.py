@@ -109,6 +109,8 @@ class Planner:
             return self.plan(now)
         plan = self._finish_plan(draft, num_answering, stopped_by, num_retracted)
         state.memory.release_given()
+        for seq in draft.pulled:
+            state.memory.release_state(seq)
         return PlanOutcome(plan, stopped_by, draft.seconds_budget, self._growth.counted)
 
     def _finish_plan(
@@ -148,6 +150,7 @@ class Planner:
             copies=memory.take_copies(),
             further=tuple(draft.further),
             drafted=tuple(draft.drafted),
+            states=(*memory.take_parked_states(), *draft.states),
         )
 
     def _release_retained(self, stopped_by: StopReason) -> bool:

@@ -160,7 +160,7 @@ class PrefillPlanner:
         start = seq.computed
         remaining = seq.extend_tokens
         num_tokens = budget.chunk_tokens(start, remaining)
-        if num_tokens == 0 or not memory.extend(seq, start + num_tokens):
+        if num_tokens == 0 or not self._find_pages(seq, start + num_tokens, draft):
             return self._stop_at(seq, draft, num_tokens=num_tokens, was_admitted=is_waiting)
         # Counted only now, because `_stop_at` takes an admission without a row back.
         if is_waiting:
@@ -172,6 +172,19 @@ class PrefillPlanner:
         memory.publish(seq)
         is_unfinished = num_tokens < remaining and is_partial(seq)
         return CandidatePlanned(num_tokens, is_waiting, is_unfinished)
+
+    def _find_pages(self, seq: Seq, tokens: int, draft: PlanDraft) -> bool:
+        """Make room for a prompt's first `tokens` tokens. Returns whether there is room."""
+        state = self._state
+        memory = state.memory
+        if memory.extend(seq, tokens):
+            return True
+        # Others' rows may free pages, and those of this plan write snapshots. With neither, prompts
+        # would wait for pages that the snapshots of each other take.
+        is_device_idle = not draft.rows and state.planned_step == state.committed_step
+        if not is_device_idle or not memory.leave_snapshots(state.running.values()):
+            return False
+        return memory.extend(seq, tokens)
 
     def _stop_at(
         self, seq: Seq, draft: PlanDraft, *, num_tokens: int, was_admitted: bool

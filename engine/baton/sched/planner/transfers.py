@@ -180,7 +180,8 @@ class TransferPlanner:
         """Return the cached prefix, locked, and how many pages the prompt and the answers lack."""
         state = self._state
         memory = state.memory
-        match = memory.match_prefix(seq, seq.prompt_len)
+        # The state at the prompt's end comes from P, whatever snapshots the tree has.
+        match = memory.match_prefix(seq, seq.prompt_len, restores_state=False)
         need = memory.pages_to_pull(seq, len(match.pages))
         # Alone it must be admitted: nothing that ends would ever free a page for it.
         is_alone = not (state.running or state.transfer or state.waiting)

@@ -99,11 +99,26 @@ class Limits:
     @property
     def capacity_tokens(self) -> int:
         """Tokens of the longest sequence that the pool holds, alone."""
+        return self._capacity_of(self.num_pages)
+
+    @property
+    def room_capacity_tokens(self) -> int:
+        """`capacity_tokens` of a prompt that P sends to D: its state has pages beside it."""
+        return self._capacity_of(self.num_pages - self.state_pages)
+
+    @property
+    def state_pages(self) -> int:
+        """Pages of a state that travels with a prompt; 0: there are none, or nothing travels."""
+        if self.role == "null":
+            return 0
+        return sum(rule.width for rule in self.page_groups if rule.kind == "state")
+
+    def _capacity_of(self, pages: int) -> int:
         if not self.page_groups:
-            return self.num_pages * self.page_size
+            return pages * self.page_size
         # A row may be as long as the longest prompt: the more tokens, the more pages it takes.
-        fits = bisect.bisect_right(range(self.num_pages + 1), self.num_pages, key=self.most_pages)
-        return (fits - 1) * self.page_size
+        fits = bisect.bisect_right(range(max(pages, 0) + 1), pages, key=self.most_pages)
+        return max(fits - 1, 0) * self.page_size
 
     def most_pages(self, blocks: int) -> int:
         """Most pages that a sequence of `blocks` pages of tokens holds, in all groups."""

@@ -242,6 +242,7 @@ class SchedulerState:
 
     def _retain_pages(self, seq: Seq) -> None:
         """P: give up the slot and keep the pages: some were announced to D, or soon will be."""
+        self.memory.park_state(seq)
         del self.running[seq.handle]
         self._free_slot(seq)
         seq.pages_sent_to_runner = 0

@@ -9,7 +9,7 @@ import functools
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from baton.cache.host import CopyRun
 from baton.cache.int_array import IntArray
@@ -33,7 +33,8 @@ No input to a later step.
 
 
 class ForwardMode(enum.Enum):
-    """Which phases a step holds; an IDLE step has no rows and is executed for its copies."""
+    """Which phases a step holds; an IDLE step has no rows and is executed for its copies of pages
+    and states."""
 
     IDLE = "idle"
     EXTEND = "extend"
@@ -108,6 +109,18 @@ class FurtherGrowth(NamedTuple):
     pages: IntArray
 
 
+class StateCopy(NamedTuple):
+    """A copy between a slot's running state and pages that are the sequence's own."""
+
+    kind: Literal["park", "load", "save"]
+    """`park`: to the pages, before all rows: the slot gets another owner. `load`: from the pages,
+    before the slot's row. `save`: to the pages, behind it."""
+    slot: int
+    tokens: int
+    """How many tokens the state has seen: a row begins or ends there."""
+    pages: IntArray
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     step: int
@@ -130,6 +143,8 @@ class StepPlan:
     """Rows behind the decode rows: how many drafted tokens follow the known one in each. Such a row
     draws a token behind each of its tokens.
     """
+    states: tuple[StateCopy, ...] = ()
+    """Those that park a state come first."""
 
     @property
     def num_answering(self) -> int:

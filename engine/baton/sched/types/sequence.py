@@ -111,6 +111,12 @@ class Seq:
     private: set[int] = field(default_factory=set)
     further: list[FurtherPages] = field(default_factory=list)
     """By further page group, while it holds pages; `pages` and `private` are those of group 0."""
+    state_pages: array[int] = field(default_factory=lambda: array("i"))
+    """Pages outside the tree for a state that travels with the prompt: on P the one that D gets, on
+    D the one that came. Empty: it needs none, or has none yet."""
+    state_tokens: int = -1
+    """How many tokens the state in `state_pages` has seen when the planned steps are done; -1: no
+    state is in them."""
     node: RadixNode | None = None
     computed: int = 0
     """Tokens whose KV exists or is being computed by a step in flight: with drafts the token that

@@ -33,7 +33,7 @@ import zmq
 
 from baton.config import EngineConfig, kv_events
 from baton.config.flags import flag_name
-from baton.disagg.calls import DrainCall
+from baton.disagg.calls import DrainCall, GroupIds
 from baton.disagg.native_node import TransferRuntime
 from baton.disagg.transfer_driver import (
     DecodeTransferDriver,
@@ -260,7 +260,7 @@ class RankProcess:
             late_secs = c.kv_transfer_timeout_secs + c.kv_lease_secs + c.dist_timeout
             runtime = TpTransferNode(own, self._executors, late_secs)
         self._node = runtime
-        groups = [group.id for group in loaded.kv_spec.groups]
+        groups = GroupIds.of(loaded.layout)
         if c.disaggregation_mode == "decode":
             return DecodeTransferDriver(runtime, c.request_timeout_secs, groups, loaded.vocab_size)
         node: TransferNode = runtime

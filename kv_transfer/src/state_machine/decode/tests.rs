@@ -54,6 +54,7 @@ fn total(group: GroupId, first_page: u32, total_pages: u32) -> GroupTotal {
         first_page,
         total_pages,
         last_page_tokens: 5,
+        tokens_at: None,
         root: root_of((first_page..total_pages).map(|p| digest(p).sum)),
     }
 }
@@ -82,6 +83,7 @@ fn group_grant(group: GroupId, start_page: u32, pages: Vec<u32>) -> GroupGrant {
         group,
         start_page,
         pages,
+        tokens_at: None,
     }
 }
 
@@ -617,6 +619,44 @@ fn granted_in_two_groups() -> DecodeRoom {
     ];
     assert_eq!(room.apply_event(DecodeEvent::Grant(grants), 0), Ok(vec![]));
     room
+}
+
+#[test]
+fn state_of_other_tokens_than_those_of_the_prompt_is_refused_before_it_is_pulled() {
+    for (sent, reason) in [
+        (
+            Some(12),
+            "the state in group 9 has seen 12 tokens, one that has seen 13 tokens is needed here",
+        ),
+        (
+            None,
+            "the state in group 9 has seen no stated tokens, one that has seen 13 tokens is needed here",
+        ),
+        (Some(13), ""),
+    ] {
+        let mut room = connected_in(&[GROUP, WINDOW], 0);
+        let state = GroupTotal {
+            tokens_at: sent,
+            ..total(WINDOW, 0, 2)
+        };
+        let fin = final_of(vec![total(GROUP, 0, 2), state]);
+        assert_eq!(room.apply_event(fin, 0).map(|actions| actions.len()), Ok(1));
+        let grants = vec![
+            group_grant(GROUP, 2, vec![]),
+            GroupGrant {
+                tokens_at: Some(13),
+                ..group_grant(WINDOW, 0, vec![60, 61])
+            },
+        ];
+        let actions = room
+            .apply_event(DecodeEvent::Grant(grants), 0)
+            .expect("legal");
+        if reason.is_empty() {
+            assert_eq!(actions, vec![], "P announces the pages of the state next");
+        } else {
+            assert_eq!(failure(&actions), (ReasonCode::PromptMismatch, reason));
+        }
+    }
 }
 
 #[test]

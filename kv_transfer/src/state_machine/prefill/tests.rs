@@ -39,6 +39,7 @@ fn pages_of(group: GroupId, first_page: u32, total_pages: u32) -> GroupPages {
         first_page,
         total_pages,
         last_page_tokens: 3,
+        tokens_at: None,
     }
 }
 
@@ -612,6 +613,7 @@ fn groups_are_announced_from_what_exists_and_what_is_asked_for() {
             first_page,
             total_pages,
             last_page_tokens: 3,
+            tokens_at: None,
             root,
         };
         let fin = PrefillAction::Final {

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Literal, TypeAlias
 
 import numpy as np
 import pytest
@@ -16,17 +17,17 @@ from baton.layers.recurrent_state import StateRows, StepStates
 from baton.layers.spec import DeltaSpec
 from baton.runtime.runner.slot_states import SlotStates, StateError
 from baton.runtime.runner.step_inputs import Growth, StepInputs
-from baton.sched.types.plan import FurtherGrowth
+from baton.sched.types.plan import FurtherGrowth, StateCopy
 
 LAYER = DeltaSpec(key_heads=1, value_heads=2, key_dim=3, value_dim=5, taps=4)
 PAGE = 4
-STATE_BYTES = 2 * LAYER.state_bytes("float32")
 WIDTH = 5
+Kind: TypeAlias = Literal["park", "load", "save"]
 
 
 def make_states() -> SlotStates:
     group = describe_heads([0], [0], 4, dtype="float32", page_tokens=PAGE)
-    spec = KVSpec((group,)).with_snapshots(STATE_BYTES, 8)
+    spec = KVSpec((group,)).with_states({0: LAYER, 2: LAYER}, 8)
     assert spec.snapshots is not None
     assert spec.snapshots.width == WIDTH
     pool = make_pool(spec, 40, native=False)
@@ -38,17 +39,24 @@ def step_of(
     *rows: tuple[int, int, int],
     fresh: tuple[int, ...] = (),
     snapshots: dict[int, list[int]] | None = None,
+    copies: Iterable[tuple[Kind, int, int, int]] = (),
 ) -> StepInputs:
-    """Args: slot, start and length of each row; slots with a new owner; by slot, the first page of each block."""
-    slots, starts, lengths = np.array(rows).T
+    """Args: slot, start and length of each row; slots with a new owner; by slot, the first page of each block; kind,
+    slot, tokens and first page of each copy between a slot and pages of its sequence."""
+    slots, starts, lengths = np.array(rows, np.int64).reshape(-1, 3).T
     none = np.empty(0, np.int64)
     further = []
     for slot, blocks in (snapshots or {}).items():
         pages = [first + i if first >= 0 else NO_PAGE for first in blocks for i in range(WIDTH)]
         further.append(FurtherGrowth(slot, 0, 0, array("i", pages)))
     growth = [Growth(slot, 0, array("i", [0])) for slot in fresh]
+    states = tuple(
+        StateCopy(kind, slot, tokens, array("i", range(first, first + WIDTH)))
+        for kind, slot, tokens, first in copies
+    )
     return StepInputs(
-        0, 0, slots, starts, lengths, none, none, none, growth, (), array("i"), tuple(further)
+        0, 0, slots, starts, lengths, none, none, none, growth, (), array("i"), tuple(further),
+        states=states,
     )  # fmt: skip
 
 
@@ -77,6 +85,7 @@ def seen(states: SlotStates, slot: int) -> set[float]:
 
 
 def run(states: SlotStates, step: StepInputs) -> list[list[tuple[int, int, int]]]:
+    states.park(step)
     levels = count_tokens(states.begin_step(step))
     states.end_step()
     return levels
@@ -128,3 +137,47 @@ def test_tables_of_a_former_owner_do_not_count() -> None:
     run(states, step_of((1, 0, 8), fresh=(1,), snapshots={1: [NO_PAGE, 10]}))
     with pytest.raises(StateError, match="no snapshot"):
         states.begin_step(step_of((1, 8, 1), fresh=(1,)))
+
+
+def test_state_at_a_prompts_end_is_saved_inside_a_page_and_loaded_by_another_slot() -> None:
+    states = make_states()
+    run(states, step_of((1, 0, 6), fresh=(1,), copies=[("save", 1, 6, 10)]))
+    run(states, step_of((1, 6, 3), (2, 0, 1), fresh=(2,)))
+    levels = run(states, step_of((0, 6, 1), fresh=(0,), copies=[("load", 0, 6, 10)]))
+    assert levels == [[(0, 1, 0)]]
+    assert (seen(states, 0), seen(states, 1), seen(states, 2)) == ({7.0}, {9.0}, {1.0})
+
+
+def test_state_is_saved_behind_the_snapshots_of_its_row() -> None:
+    states = make_states()
+    blocks = {1: [10, 20]}
+    levels = run(
+        states, step_of((1, 0, 8), fresh=(1,), snapshots=blocks, copies=[("save", 1, 8, 30)])
+    )
+    assert levels == [[(0, 4, 1)], [(4, 8, 1)], []]
+    for tokens, page in ((4, 10), (8, 20), (8, 30)):
+        run(states, step_of((0, tokens, 1), fresh=(0,), copies=[("load", 0, tokens, page)]))
+        assert seen(states, 0) == {tokens + 1.0}
+
+
+def test_parked_state_leaves_its_slot_before_the_next_owner_begins() -> None:
+    states = make_states()
+    run(states, step_of((1, 0, 6), fresh=(1,)))
+    parked = [("park", 1, 6, 10), ("load", 2, 6, 10)]
+    run(states, step_of((1, 0, 3), (2, 6, 2), fresh=(1, 2), copies=parked))
+    assert (seen(states, 1), seen(states, 2)) == ({3.0}, {8.0})
+    states.park(step_of(copies=[("park", 1, 3, 20)]))
+    run(states, step_of((0, 3, 1), fresh=(0,), copies=[("load", 0, 3, 20)]))
+    assert seen(states, 0) == {4.0}, "a step without rows parks, too"
+
+
+def test_states_that_have_seen_other_tokens_are_neither_kept_nor_continued() -> None:
+    states = make_states()
+    run(states, step_of((1, 0, 6), fresh=(1,)))
+    with pytest.raises(StateError, match=r"slot 1: the state of 7 tokens .* seen 6"):
+        states.park(step_of(copies=[("park", 1, 7, 10)]))
+    with pytest.raises(StateError, match=r"slot 1: the state of 8 tokens .* seen 7"):
+        run(states, step_of((1, 6, 1), copies=[("save", 1, 8, 10)]))
+    run(states, step_of((1, 0, 6), fresh=(1,), copies=[("save", 1, 6, 10)]))
+    with pytest.raises(StateError, match=r"seen 5 tokens, .* position 6"):
+        run(states, step_of((0, 6, 1), fresh=(0,), copies=[("load", 0, 5, 10)]))
