@@ -33,6 +33,11 @@ fn make_experts(
         };
         if let Some(code_type) = code_type {
             let coded = Coded::new(code_type, shape, 3, code_type == CodeType::Int4);
+            let coded = if seed % 2 == 0 {
+                coded
+            } else {
+                coded.with_runs()
+            };
             return ExpertMatrix::Quantized(Arc::new(coded.pack(shape)));
         }
         let weight = Stored::new(dtype, &noise(outputs * inputs, seed));

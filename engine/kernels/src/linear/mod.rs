@@ -217,11 +217,12 @@ impl Weight<'_> {
         }
     }
 
-    /// Scratch words for decoded units of a panel, where the weight is quantized.
+    /// Scratch words for decoded units of a panel and the scales of a run, where the weight is
+    /// quantized.
     pub(crate) fn tile_words(self) -> usize {
         match self {
             Weight::Packed(_) => 0,
-            Weight::Quantized(_) => TILE_UNITS * PANEL,
+            Weight::Quantized(_) => (TILE_UNITS + 1) * PANEL,
         }
     }
 }
