@@ -60,10 +60,7 @@ pub struct WeightShape {
 
 impl WeightShape {
     fn units(&self) -> usize {
-        match self.dtype {
-            Dtype::F32 => self.inputs,
-            Dtype::Bf16 => self.inputs.div_ceil(2),
-        }
+        self.inputs.div_ceil(self.dtype.per_unit())
     }
 
     pub(crate) fn panels(&self) -> usize {

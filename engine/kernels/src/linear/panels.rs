@@ -6,7 +6,7 @@
 
 use std::marker::PhantomData;
 
-use super::quantized::RowProducts;
+use super::quantized::{MAX_PER_WORD, RowProducts};
 use super::{PANEL, QuantizedWeight, Weight};
 use crate::elem::ElementType;
 use crate::simd::{Simd, SimdKernel};
@@ -74,6 +74,11 @@ impl PackedRows {
             let count = block_elements::<E>().min(inputs - column);
             let to = self.block(column / block_elements::<E>(), row);
             E::pack_x::<S>(from.add(column), count, to);
+            // Columns behind the last one, which its word of a quantized weight has, multiply 0.
+            let end = count.next_multiple_of(MAX_PER_WORD) / E::PER_UNIT * E::X_WORDS;
+            for word in count.div_ceil(E::PER_UNIT) * E::X_WORDS..end {
+                to.add(word).write(0);
+            }
             column += count;
         }
     }

@@ -6,6 +6,9 @@
 
 use crate::simd::Simd;
 
+/// Columns of a row whose codes share a word, at most.
+pub(crate) const MAX_PER_WORD: usize = 4;
+
 /// Meaning of a code's bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CodeType {
@@ -54,9 +57,9 @@ impl CodeType {
 pub(super) trait Codes {
     /// Columns in a word.
     const PER_WORD: usize;
-    /// Numbers of a word's columns, lowest first: codes less the zero of their column, exact. Those
-    /// behind `PER_WORD` are 0. [`CodeType::takes_zero`] holds for every zero.
-    unsafe fn numbers<S: Simd>(word: S::I, zeros: [S::F; 4]) -> [S::F; 4];
+    /// Numbers of column `i` of words, the lowest one first: codes less `zero`, exact.
+    /// [`CodeType::takes_zero`] holds for it. Meant for an `i` that is known where it is compiled.
+    unsafe fn number<S: Simd>(words: S::I, i: usize, zero: S::F) -> S::F;
     /// Scales from number `at` on; `scales` has enough.
     #[inline(always)]
     unsafe fn scales<S: Simd>(scales: *const u32, at: usize) -> S::F {
@@ -64,13 +67,13 @@ pub(super) trait Codes {
     }
 }
 
-/// An unsigned code whose lowest bit is bit `place`, less `zero`. No shift: the code is put into the
+/// Unsigned codes whose lowest bit is bit `place`, less `zero`. No shift: a code is put into the
 /// mantissa of a power of two whose last place has the weight of the code's lowest bit.
 #[inline(always)]
-unsafe fn code_difference<S: Simd>(word: S::I, mask: u32, place: u32, zero: S::F) -> S::F {
-    let power = (127 + 23 - place) << 23;
+unsafe fn code_difference<S: Simd>(words: S::I, mask: u32, place: usize, zero: S::F) -> S::F {
+    let power = (127 + 23 - place as u32) << 23;
     let in_mantissa = S::or(
-        S::and(word, S::splat_u32(mask << place)),
+        S::and(words, S::splat_u32(mask << place)),
         S::splat_u32(power),
     );
     let offset = S::add(S::splat(f32::from_bits(power)), zero);
@@ -83,13 +86,8 @@ impl Codes for Nibbles {
     const PER_WORD: usize = 4;
 
     #[inline(always)]
-    unsafe fn numbers<S: Simd>(word: S::I, zeros: [S::F; 4]) -> [S::F; 4] {
-        [
-            code_difference::<S>(word, 0xf, 0, zeros[0]),
-            code_difference::<S>(word, 0xf, 4, zeros[1]),
-            code_difference::<S>(word, 0xf, 8, zeros[2]),
-            code_difference::<S>(word, 0xf, 12, zeros[3]),
-        ]
+    unsafe fn number<S: Simd>(words: S::I, i: usize, zero: S::F) -> S::F {
+        code_difference::<S>(words, 0xf, 4 * i, zero)
     }
 }
 
@@ -99,14 +97,8 @@ impl Codes for Bytes {
     const PER_WORD: usize = 2;
 
     #[inline(always)]
-    unsafe fn numbers<S: Simd>(word: S::I, zeros: [S::F; 4]) -> [S::F; 4] {
-        let none = S::splat(0.0);
-        [
-            code_difference::<S>(word, 0xff, 0, zeros[0]),
-            code_difference::<S>(word, 0xff, 8, zeros[1]),
-            none,
-            none,
-        ]
+    unsafe fn number<S: Simd>(words: S::I, i: usize, zero: S::F) -> S::F {
+        code_difference::<S>(words, 0xff, 8 * i, zero)
     }
 }
 
@@ -116,17 +108,15 @@ impl Codes for Fp8Bytes {
     const PER_WORD: usize = 2;
 
     #[inline(always)]
-    unsafe fn numbers<S: Simd>(word: S::I, _zeros: [S::F; 4]) -> [S::F; 4] {
-        let by_12 = S::shl4(S::shl4(S::shl4(word)));
-        let by_16 = S::shl16(word);
-        let by_20 = S::shl4(by_16);
-        let none = S::splat(0.0);
-        [
-            fp8_number::<S>(by_20, S::shl4(by_20)),
-            fp8_number::<S>(by_12, by_16),
-            none,
-            none,
-        ]
+    unsafe fn number<S: Simd>(words: S::I, i: usize, _zero: S::F) -> S::F {
+        // Exponent and mantissa to bits 20 to 26, the sign to bit 31.
+        let by_16 = S::shl16(words);
+        if i == 0 {
+            let by_20 = S::shl4(by_16);
+            fp8_number::<S>(by_20, S::shl4(by_20))
+        } else {
+            fp8_number::<S>(S::shl4(S::shl4(S::shl4(words))), by_16)
+        }
     }
 }
 
@@ -140,17 +130,12 @@ impl Codes for Fp4Nibbles {
     const PER_WORD: usize = 4;
 
     #[inline(always)]
-    unsafe fn numbers<S: Simd>(word: S::I, _zeros: [S::F; 4]) -> [S::F; 4] {
-        let table = FP4_NUMBERS.as_ptr();
-        let by_4 = S::shr4(word);
-        let by_8 = S::shr4(by_4);
-        let by_12 = S::shr4(by_8);
-        [
-            S::look_up(table, word),
-            S::look_up(table, by_4),
-            S::look_up(table, by_8),
-            S::look_up(table, by_12),
-        ]
+    unsafe fn number<S: Simd>(words: S::I, i: usize, _zero: S::F) -> S::F {
+        let mut lowest = words;
+        for _ in 0..i {
+            lowest = S::shr4(lowest);
+        }
+        S::look_up(FP4_NUMBERS.as_ptr(), lowest)
     }
 
     #[inline(always)]

@@ -161,35 +161,35 @@ impl<E: ElementType, C: Codes, const MR: usize, const NR: usize> FewRows<'_, E, 
             if pass.vector == 0 {
                 prefetch_codes::<S>(codes);
             }
-            Self::add_word::<S>(codes, &zeros, x, C::PER_WORD, sums);
+            Self::add_word::<S>(codes, &zeros, x, sums);
             codes = codes.add(PANEL);
             x = x.add(C::PER_WORD);
         }
-        // The last word of a row may have columns that there are not, in x either.
-        let rest = columns % C::PER_WORD;
-        if rest > 0 {
-            Self::add_word::<S>(codes, &zeros, x, rest, sums);
-        }
     }
 
-    /// Add the products of the first `columns` columns of a word.
+    /// Add the products of a word's columns.
     #[inline(always)]
     unsafe fn add_word<S: Simd>(
         codes: *const u16,
         zeros: &[S::F; NR],
         x: *const f32,
-        columns: usize,
         sums: &mut [[S::F; NR]; MR],
     ) {
-        for v in 0..NR {
-            let words = S::load_u16(codes.add(v * S::LANES));
-            let numbers = C::numbers::<S>(words, [zeros[v]; 4]);
-            for i in 0..columns {
-                // The odd column of a unit of two first, as in a packed weight.
-                let column = if E::PER_UNIT == 2 { i ^ 1 } else { i };
-                for (m, row) in sums.iter_mut().enumerate() {
-                    let x = S::splat(x.add(m * X_STRIDE + column).read());
-                    row[v] = S::fma(x, numbers[column], row[v]);
+        let mut words = [S::load_u16(codes); NR];
+        for (v, slot) in words.iter_mut().enumerate().skip(1) {
+            *slot = S::load_u16(codes.add(v * S::LANES));
+        }
+        for i in 0..C::PER_WORD {
+            // The odd column of a unit of two first, as in a packed weight.
+            let column = if E::PER_UNIT == 2 { i ^ 1 } else { i };
+            let mut numbers = [S::splat(0.0); NR];
+            for (v, number) in numbers.iter_mut().enumerate() {
+                *number = C::number::<S>(words[v], column, zeros[v]);
+            }
+            for (m, row) in sums.iter_mut().enumerate() {
+                let x = S::splat(x.add(m * X_STRIDE + column).read());
+                for (v, sum) in row.iter_mut().enumerate() {
+                    *sum = S::fma(x, numbers[v], *sum);
                 }
             }
         }

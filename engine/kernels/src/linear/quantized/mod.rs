@@ -37,6 +37,7 @@ mod runs;
 mod scaled;
 
 pub use codes::CodeType;
+pub(super) use codes::MAX_PER_WORD;
 use codes::{Bytes, Codes, Fp4Nibbles, Fp8Bytes, Nibbles};
 pub(super) use few_rows::RowProducts;
 pub(super) use runs::ColumnRun;
@@ -108,7 +109,7 @@ impl QuantizedWeight {
             zeros: (!from.zeros.is_null()).then(|| AlignedWords::new(panels * panel_places)),
             zero: from.zero,
             group_of,
-            runs: ColumnRuns::find(groups, shape.inputs.div_ceil(shape.units())),
+            runs: ColumnRuns::find(groups, shape.dtype.per_unit(), per_word),
         };
         pool::for_each(panels, &|panel| {
             // SAFETY: passed on; each panel has its own part of the memory.
@@ -233,7 +234,7 @@ impl QuantizedWeight {
     }
 
     /// Runs that units [from, from + units) are made of. Both ends are multiples of a tile's units,
-    /// or the second is the end of the row.
+    /// or the second is the end of the row, whose last run ends with a word where runs are long.
     pub(super) fn runs_within(&self, from: usize, units: usize) -> &[ColumnRun] {
         self.runs.within(from, units)
     }
@@ -291,7 +292,6 @@ impl QuantizedWeight {
                 CodeType::Fp4 => self.decode_run::<S, E, Fp4Nibbles>(panel, run, to),
             }
         }
-        self.clear_column_behind::<E>(from, units, tile);
     }
 
     #[inline(always)]
@@ -302,25 +302,24 @@ impl QuantizedWeight {
         tile: *mut u32,
     ) {
         let codes = self.run_codes::<E, C>(panel, run);
-        let words = (run.units * E::PER_UNIT).div_ceil(C::PER_WORD);
+        let words = run.units * E::PER_UNIT / C::PER_WORD;
         for lane in (0..PANEL).step_by(S::LANES) {
-            let zeros = [self.run_zeros::<S>(panel, run, lane); 4];
+            let zero = self.run_zeros::<S>(panel, run, lane);
             for word in 0..words {
                 let at = codes.add(word * PANEL + lane);
                 if lane == 0 {
                     prefetch_codes::<S>(at);
                 }
-                let numbers = C::numbers::<S>(S::load_u16(at), zeros);
+                let word_codes = S::load_u16(at);
+                let number = |i| C::number::<S>(word_codes, i, zero);
                 let to = tile.add(word * C::PER_WORD / E::PER_UNIT * PANEL + lane);
-                if E::PER_UNIT == 1 {
-                    for (i, number) in numbers.iter().enumerate().take(C::PER_WORD) {
-                        S::store_u32(to.add(i * PANEL), S::bits(*number));
-                    }
-                } else {
-                    for i in 0..C::PER_WORD / 2 {
-                        let unit = pair_exact::<S>(numbers[2 * i], numbers[2 * i + 1]);
-                        S::store_u32(to.add(i * PANEL), unit);
-                    }
+                for unit in 0..C::PER_WORD / E::PER_UNIT {
+                    let bits = if E::PER_UNIT == 1 {
+                        S::bits(number(unit))
+                    } else {
+                        pair_exact::<S>(number(2 * unit), number(2 * unit + 1))
+                    };
+                    S::store_u32(to.add(unit * PANEL), bits);
                 }
             }
         }
@@ -345,22 +344,6 @@ impl QuantizedWeight {
                 S::load(zeros.as_ptr().cast::<f32>().add(place))
             }
             None => S::splat(self.zero),
-        }
-    }
-
-    /// The column behind the last one is 0, as in a packed weight.
-    #[inline(always)]
-    unsafe fn clear_column_behind<E: ElementType>(
-        &self,
-        from: usize,
-        units: usize,
-        tile: *mut u32,
-    ) {
-        if E::PER_UNIT == 2 && self.shape.inputs % 2 == 1 && from + units == self.shape.units() {
-            for lane in 0..PANEL {
-                let last = tile.add((units - 1) * PANEL + lane);
-                last.write(last.read() & 0xffff);
-            }
         }
     }
 }

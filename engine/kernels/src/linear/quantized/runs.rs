@@ -1,9 +1,7 @@
 //! Columns side by side that share a group, cut where a tile ends.
 
-use super::TILE_UNITS;
+use super::{MAX_PER_WORD, TILE_UNITS};
 
-/// A row's runs begin and end at multiples of this many columns: whole words and units.
-const ALIGNMENT: usize = 4;
 /// Columns of a run, on average, from which on multiplying its sum pays.
 const LONG: usize = 16;
 
@@ -12,6 +10,7 @@ const LONG: usize = 16;
 pub(crate) struct ColumnRun {
     /// Its first unit in a row.
     pub first: usize,
+    /// Whole words of codes where runs are long: x is 0 behind the end of a row.
     pub units: usize,
     /// The group of its columns, where runs are long.
     pub group: usize,
@@ -27,12 +26,14 @@ pub(super) struct ColumnRuns {
 }
 
 impl ColumnRuns {
-    /// Args: `group_of`: by column. `per_unit`: columns of a unit.
-    pub fn find(group_of: &[u32], per_unit: usize) -> ColumnRuns {
+    /// Args: `group_of`: by column. `per_unit`, `per_word`: columns of a unit and of a word of codes.
+    pub fn find(group_of: &[u32], per_unit: usize, per_word: usize) -> ColumnRuns {
         let starts: Vec<usize> = (1..group_of.len())
             .filter(|&column| group_of[column] != group_of[column - 1])
             .collect();
-        let is_aligned = starts.iter().all(|start| start.is_multiple_of(ALIGNMENT));
+        let is_aligned = starts
+            .iter()
+            .all(|start| start.is_multiple_of(MAX_PER_WORD));
         let are_long = is_aligned && starts.len() * LONG <= group_of.len();
         let tile_columns = TILE_UNITS * per_unit;
         let mut found = ColumnRuns {
@@ -53,7 +54,12 @@ impl ColumnRuns {
                 });
             }
             if let Some(last) = found.runs.last_mut() {
-                last.units = (column + 1).div_ceil(per_unit) - last.first;
+                let end = if are_long {
+                    (column + 1).next_multiple_of(per_word)
+                } else {
+                    column + 1
+                };
+                last.units = end.div_ceil(per_unit) - last.first;
             }
         }
         found.first_of_tile.push(found.runs.len());
@@ -78,7 +84,7 @@ mod tests {
     use super::*;
 
     fn lengths(group_of: &[u32], per_unit: usize) -> (Vec<(usize, usize)>, bool) {
-        let found = ColumnRuns::find(group_of, per_unit);
+        let found = ColumnRuns::find(group_of, per_unit, 4);
         let units = group_of.len().div_ceil(per_unit);
         let runs = found.within(0, units);
         let described = runs.iter().map(|run| (run.units, run.group)).collect();
@@ -92,7 +98,7 @@ mod tests {
         assert_eq!(lengths(&by_64, 2), (expected, true));
         let expected = vec![(64, 0), (32, 0), (32, 1), (64, 1), (8, 2)];
         assert_eq!(lengths(&by_64, 1), (expected, true));
-        assert_eq!(lengths(&[0; 129], 2), (vec![(64, 0), (1, 0)], true));
+        assert_eq!(lengths(&[0; 129], 2), (vec![(64, 0), (2, 0)], true));
     }
 
     #[test]
@@ -107,7 +113,7 @@ mod tests {
 
     #[test]
     fn runs_of_a_tile_are_found_by_its_units() {
-        let found = ColumnRuns::find(&[0; 300], 1);
+        let found = ColumnRuns::find(&[0; 300], 1, 2);
         let firsts: Vec<usize> = found.within(64, 128).iter().map(|run| run.first).collect();
         assert_eq!(firsts, [64, 128]);
         assert_eq!(found.within(256, 44).len(), 1);

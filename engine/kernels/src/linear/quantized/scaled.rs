@@ -37,6 +37,22 @@ impl QuantizedWeight {
         self.clear_column_behind::<E>(from, units, tile);
     }
 
+    /// The column behind the last one is 0, as in a packed weight.
+    #[inline(always)]
+    unsafe fn clear_column_behind<E: ElementType>(
+        &self,
+        from: usize,
+        units: usize,
+        tile: *mut u32,
+    ) {
+        if E::PER_UNIT == 2 && self.shape.inputs % 2 == 1 && from + units == self.shape.units() {
+            for lane in 0..PANEL {
+                let last = tile.add((units - 1) * PANEL + lane);
+                last.write(last.read() & 0xffff);
+            }
+        }
+    }
+
     #[inline(always)]
     unsafe fn decode_codes<S: Simd, E: ElementType, C: Codes>(
         &self,
@@ -66,7 +82,8 @@ impl QuantizedWeight {
         }
     }
 
-    /// Numbers times scales of a word's columns, for the rows of a panel from `lane` on.
+    /// Numbers times scales of a word's columns, for the rows of a panel from `lane` on; those behind
+    /// the word's are 0.
     #[inline(always)]
     unsafe fn scaled_numbers<S: Simd, C: Codes>(
         &self,
@@ -83,10 +100,11 @@ impl QuantizedWeight {
             None => [S::splat(self.zero); 4],
         };
         let codes = S::load_u16(self.panel_codes(panel).add(word * PANEL + lane));
-        let mut numbers = C::numbers::<S>(codes, zeros);
         let scales = self.scales.as_ptr().cast_const();
-        for (number, place) in numbers.iter_mut().zip(places).take(C::PER_WORD) {
-            *number = S::mul(*number, C::scales::<S>(scales, place));
+        let mut numbers = [S::splat(0.0); 4];
+        for (i, number) in numbers.iter_mut().enumerate().take(C::PER_WORD) {
+            let difference = C::number::<S>(codes, i, zeros[i]);
+            *number = S::mul(difference, C::scales::<S>(scales, places[i]));
         }
         numbers
     }
