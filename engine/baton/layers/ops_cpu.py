@@ -140,9 +140,12 @@ class PackedHeads:
 
 
 class QuantizedWeight(NativeMatrix):
-    """Codes of 4 or 8 bits: (code - zero) * scale in float32, rounded to `dtype`, tile by tile.
+    """Codes of 4 or 8 bits, which stay so in memory.
 
-    Its product has the bits of a `PackedWeight` of the same numbers.
+    Where the columns of a group lie side by side, a product adds (code - zero) * x over them, exact
+    before it is multiplied, and multiplies the sum by the scale. Where groups change every few
+    columns, it has the bits of a `PackedWeight` of (code - zero) * scale, computed in float32 and
+    rounded to `dtype`. `gather_rows` returns such numbers in either case.
     """
 
     __slots__ = ()
@@ -162,9 +165,11 @@ class QuantizedWeight(NativeMatrix):
         Args:
             codes: uint8 [outputs, inputs], a byte each.
             scales: float32 [outputs, groups]; of fp4 powers of two.
-            zeros: as scales, or one for all.
+            zeros: as scales, or one for all: whole numbers in [0, 256) for integers, 0 for floats.
             column_group: int32 [inputs], in [0, groups).
             dtype: float32 or bfloat16, of the product.
+        Raises:
+            ValueError: a shape, a type, a group or a zero is another.
         """
         shape = tuple(codes.shape)
         outputs, inputs = shape

@@ -567,8 +567,9 @@ struct QuantizedWeight(Arc<linear::QuantizedWeight>);
 #[pymethods]
 impl QuantizedWeight {
     /// Copy codes (u8, a byte each) [outputs, inputs], scales and zeros (f32; 0: `zero` for all)
-    /// [outputs, groups] and the group of each input (int32). `code_type`: int4, int8,
-    /// fp8 or fp4, whose scales must be exact in bf16.
+    /// [outputs, groups] and the group of each input (int32). `code_name`: int4, int8,
+    /// fp8 or fp4, whose scales must be exact in bf16. Raises ValueError where a zero of integers is
+    /// no whole number in [0, 256), or one of floats is not 0.
     #[new]
     #[allow(
         clippy::too_many_arguments,
@@ -579,7 +580,7 @@ impl QuantizedWeight {
         bf16: bool,
         outputs: usize,
         inputs: usize,
-        code_type: &str,
+        code_name: &str,
         codes: usize,
         groups: usize,
         scales: usize,
@@ -587,14 +588,14 @@ impl QuantizedWeight {
         zero: f32,
         group_of: usize,
     ) -> PyResult<Self> {
-        let code_type = match code_type {
+        let code_type = match code_name {
             "int4" => CodeType::Int4,
             "int8" => CodeType::Int8,
             "fp8" => CodeType::Fp8,
             "fp4" => CodeType::Fp4,
             _ => {
                 return Err(PyValueError::new_err(format!(
-                    "codes of {code_type}: int4, int8, fp8 or fp4 are needed"
+                    "codes of {code_name}: int4, int8, fp8 or fp4 are needed"
                 )));
             }
         };
@@ -603,6 +604,18 @@ impl QuantizedWeight {
         if let Some(bad) = groups_of_inputs.iter().find(|&&g| g as usize >= groups) {
             return Err(PyValueError::new_err(format!(
                 "group {bad} is outside a matrix of {groups}"
+            )));
+        }
+        let all_zeros = if zeros == 0 {
+            std::slice::from_ref(&zero)
+        } else {
+            // SAFETY: as above.
+            unsafe { slice::<f32>(zeros, outputs * groups) }
+        };
+        if let Some(bad) = all_zeros.iter().find(|&&zero| !code_type.takes_zero(zero)) {
+            return Err(PyValueError::new_err(format!(
+                "zero point {bad} of {code_name} codes: whole numbers in [0, 256) are needed, and 0 \
+                 for fp8 and fp4"
             )));
         }
         let shape = WeightShape {
