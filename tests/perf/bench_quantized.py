@@ -1,6 +1,6 @@
 """Weights that stay quantized against bfloat16, on the CPU: tokens/s of decode and prefill, as ratios.
 
-    python -m tests.perf.bench_quantized [--model-path DIR] [--rounds N] [--threads N]
+    python -m tests.perf.bench_quantized [--model-path DIR] [--rounds N] [--threads N] [int8|int4 …]
 
 Three engines in this process have the same random dense model of 430 M parameters: as it is stored,
 with --quantization int8 and with int4 (output head and embedding are as stored in all of them). A
@@ -108,11 +108,11 @@ class Arms:
         print(f"    of {read / 1e9:.1f} GB/s: {', '.join(shares)}", flush=True)
 
 
-def bench(path: Path, threads: int, rounds: int) -> None:
+def bench(path: Path, threads: int, rounds: int, forms: list[str]) -> None:
     arms = Arms(path, threads)
     plain = Baton(path, "bfloat16", threads)
     print(f"{'tokens/s':<28} {'codes':>10} {'bfloat16':>12} {'ratio':>7}  spread")
-    for form in ("int8", "int4"):
+    for form in forms:
         coded = Baton(path, "bfloat16", threads, quantization=form)
         for arm in (plain, coded):
             arms.decode(arm, 1)
@@ -133,6 +133,7 @@ def main() -> None:
     parser.add_argument("--model-path", help="where the model is kept, and made if it is not there")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("forms", nargs="*", help="int8, int4; both if none is given")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     print(f"isa {_native.cpu_isa()}, threads {args.threads}, torch {torch.__version__}")
@@ -140,7 +141,7 @@ def main() -> None:
         path = Path(args.model_path or scratch)
         if not (path / "config.json").exists():
             make_dense(path)
-        bench(path, args.threads, args.rounds)
+        bench(path, args.threads, args.rounds, args.forms or ["int8", "int4"])
 
 
 if __name__ == "__main__":
