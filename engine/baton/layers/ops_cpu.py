@@ -13,6 +13,7 @@ and ConfigError when BATON_CPU_ISA names no instruction level.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -32,6 +33,7 @@ from baton._native import rope as _rope
 from baton._native import set_threads as set_threads
 from baton._native import sigmoid as _sigmoid
 from baton.errors import ConfigError
+from baton.layers.spec import PLAIN_EXPERTS, ExpertForm
 
 if TYPE_CHECKING:
     from baton.layers.recurrent_state import StateRows
@@ -205,19 +207,37 @@ class ExpertWeights:
     __slots__ = ("_dtype", "_first", "_hidden", "_native", "visited_bytes")
 
     def __init__(
-        self, gate_up: list[NativeMatrix], down: list[NativeMatrix], first_expert: int
+        self,
+        gate_up: list[NativeMatrix],
+        down: list[NativeMatrix],
+        first_expert: int,
+        *,
+        form: ExpertForm = PLAIN_EXPERTS,
+        gate_up_biases: Sequence[Tensor] = (),
+        down_biases: Sequence[Tensor] = (),
     ) -> None:
-        """Shares the memory of the matrices.
+        """Shares the memory of the matrices, and copies biases.
 
         Args:
             gate_up: [2 * inner, hidden] of each expert: gate rows, then up rows.
             down: [hidden, inner] of each.
             first_expert: number of the first one.
+            gate_up_biases, down_biases: of each expert, in the matrices' dtype, or none.
         Raises:
             ValueError: shapes or types differ.
         """
+
+        def biases(name: str, vectors: Sequence[Tensor], of: NativeMatrix) -> list[tuple[int, int]]:
+            size = tuple(of.shape[:1])
+            return [(checked_address(name, each, of.dtype, size), each.nbytes) for each in vectors]
+
         self._native = _NativeExperts(
-            [matrix._native for matrix in gate_up], [matrix._native for matrix in down]
+            [matrix._native for matrix in gate_up],
+            [matrix._native for matrix in down],
+            None if form.clamped is None else (form.clamped.gain, form.clamped.limit),
+            form.weighs_inputs,
+            biases("gate_up_biases", gate_up_biases, gate_up[0]),
+            biases("down_biases", down_biases, down[0]),
         )
         self._first = first_expert
         self._hidden = down[0].shape[0]

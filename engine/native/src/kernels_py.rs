@@ -11,7 +11,7 @@ use kernels::attention::{PagedAttention, paged_attention};
 use kernels::elementwise::{
     self, Activation, GatedProduct, HeadVectors, RmsNorm, RotaryEmbedding, RotaryPairs, Sigmoid,
 };
-use kernels::experts::{self, ExpertMatrix, ExpertStep};
+use kernels::experts::{self, ExpertForm, ExpertMatrix, ExpertStep};
 use kernels::linear::{
     self, CodeType, CodedMatrix, HeadProducts, LinearProduct, Weight, WeightShape,
 };
@@ -672,15 +672,38 @@ struct ExpertWeights(experts::ExpertWeights);
 
 #[pymethods]
 impl ExpertWeights {
-    /// A PackedWeight or QuantizedWeight per expert: gate's rows then up's, and down. Raises
-    /// ValueError where shapes differ.
+    /// A PackedWeight or QuantizedWeight per expert: gate's rows then up's, and down. `clamp`: gain
+    /// and limit of a clamped SiLU, None: SiLU. Biases, none or one per expert: addresses and sizes
+    /// in bytes of contiguous vectors in the experts' type, which are copied. Raises ValueError where
+    /// shapes differ.
     #[new]
-    fn new(gate_up: Vec<Bound<'_, PyAny>>, down: Vec<Bound<'_, PyAny>>) -> PyResult<ExpertWeights> {
+    fn new(
+        gate_up: Vec<Bound<'_, PyAny>>,
+        down: Vec<Bound<'_, PyAny>>,
+        clamp: Option<(f32, f32)>,
+        weighs_inputs: bool,
+        gate_up_biases: Vec<(usize, usize)>,
+        down_biases: Vec<(usize, usize)>,
+    ) -> PyResult<ExpertWeights> {
+        let copies = |biases: Vec<(usize, usize)>| {
+            // SAFETY: the Python side holds the tensors and has checked their types and sizes.
+            let copy = |(at, size)| unsafe { slice::<u8>(at, size) }.to_vec();
+            biases.into_iter().map(copy).collect()
+        };
+        let form = ExpertForm {
+            activation: clamp.map_or(Activation::Silu, |(gain, limit)| Activation::ClampedSilu {
+                gain,
+                limit,
+            }),
+            weighs_inputs,
+            gate_up_biases: copies(gate_up_biases),
+            down_biases: copies(down_biases),
+        };
         let of = |matrices: Vec<Bound<'_, PyAny>>| {
             let of_each = matrices.iter().map(expert_matrix);
             of_each.collect::<PyResult<Vec<ExpertMatrix>>>()
         };
-        experts::ExpertWeights::new(of(gate_up)?, of(down)?)
+        experts::ExpertWeights::new(of(gate_up)?, of(down)?, form)
             .map(ExpertWeights)
             .map_err(|err| PyValueError::new_err(err.to_string()))
     }
