@@ -1,7 +1,8 @@
 //! The one inner loop: a block of a matrix product held in registers.
 //!
 //! ```text
-//! out[m][v] (+)= sum over k of x[m][k] * w[k][v]        m rows, v vectors of LANES columns, k units
+//! out[m][v] (+)= sum over k of x[m][k] * w[k][v]        m rows, v vectors of LANES columns, k
+//! units
 //! ```
 //!
 //! Every element of `out` is one chain of fused multiply-adds in the order of k, started from zero
@@ -33,8 +34,8 @@ pub struct TileOperands {
     pub out_stride: usize,
     /// Start from what `out` holds, else from zero.
     pub add: bool,
-    /// A factor in f32 for each column, padded to whole vectors: the chain starts from zero, and one
-    /// more multiply-add adds it, times the factor, to what `add` says.
+    /// A factor in f32 for each column, padded to whole vectors: the chain starts from zero, and
+    /// one more multiply-add adds it, times the factor, to what `add` says.
     pub scales: Option<*const f32>,
     /// `w` comes from memory in order: ask for what is ahead.
     pub stream: bool,

@@ -70,8 +70,8 @@ unsafe impl Sync for KvLayer {}
 
 #[pymethods]
 impl KvLayer {
-    /// `base`: address of slot 0's K in page 0. `bf16`: type of a step, else float32. `scales`: of K
-    /// and V, where the pages hold FP8 codes. `page_stride`: elements from page to page.
+    /// `base`: address of slot 0's K in page 0. `bf16`: type of a step, else float32. `scales`: of
+    /// K and V, where the pages hold FP8 codes. `page_stride`: elements from page to page.
     #[new]
     fn new(
         base: usize,
@@ -568,8 +568,8 @@ struct QuantizedWeight(Arc<linear::QuantizedWeight>);
 impl QuantizedWeight {
     /// Copy codes (u8, a byte each) [outputs, inputs], scales and zeros (f32; 0: `zero` for all)
     /// [outputs, groups] and the group of each input (int32). `code_name`: int4, int8,
-    /// fp8 or fp4, whose scales must be exact in bf16. Raises ValueError where a zero of integers is
-    /// no whole number in [0, 256), or one of floats is not 0.
+    /// fp8 or fp4, whose scales must be exact in bf16. Raises ValueError where a zero of integers
+    /// is no whole number in [0, 256), or one of floats is not 0.
     #[new]
     #[allow(
         clippy::too_many_arguments,
@@ -614,8 +614,8 @@ impl QuantizedWeight {
         };
         if let Some(bad) = all_zeros.iter().find(|&&zero| !code_type.takes_zero(zero)) {
             return Err(PyValueError::new_err(format!(
-                "zero point {bad} of {code_name} codes: whole numbers in [0, 256) are needed, and 0 \
-                 for fp8 and fp4"
+                "zero point {bad} of {code_name} codes: whole numbers in [0, 256) are needed, and \
+                 0 for fp8 and fp4"
             )));
         }
         let shape = WeightShape {
@@ -674,8 +674,8 @@ struct ExpertWeights(experts::ExpertWeights);
 impl ExpertWeights {
     /// A PackedWeight or QuantizedWeight per expert: gate's rows then up's, and down. `clamp`: gain
     /// and limit of a clamped SiLU, None: SiLU. Biases, none or one per expert: addresses and sizes
-    /// in bytes of contiguous vectors in the experts' type, which are copied. Raises ValueError where
-    /// shapes differ.
+    /// in bytes of contiguous vectors in the experts' type, which are copied. Raises ValueError
+    /// where shapes differ.
     #[new]
     fn new(
         gate_up: Vec<Bound<'_, PyAny>>,

@@ -1,7 +1,8 @@
 //! The routed experts of a step: each token's weighted sum of the gated MLPs that its router chose.
 //!
 //! ```text
-//! y[t] = sum over slots s of weight[t][s] * down(act(gate(x[t])) * up(x[t]))    of expert chosen[t][s]
+//! y[t] = sum over slots s of weight[t][s] * down(act(gate(x[t])) * up(x[t]))
+//!        of expert chosen[t][s]
 //! ```
 //!
 //! Products may have biases, and a weight may multiply x instead of the result ([`ExpertForm`]).
@@ -19,9 +20,9 @@
 //! chose are not read; [`pass_experts`] returns how many bytes of weights were.
 //!
 //! Exact: every row has the bits of three single products (`linear`, `elementwise::multiply_gated`,
-//! `linear`), rounded in between as those are; x times its weight, both in the type, is rounded to it.
-//! The sum is taken in f32 in the order of the slots, each product rounded, and rounded once more to
-//! the type. So a token's result depends on the token alone.
+//! `linear`), rounded in between as those are; x times its weight, both in the type, is rounded to
+//! it. The sum is taken in f32 in the order of the slots, each product rounded, and rounded once
+//! more to the type. So a token's result depends on the token alone.
 #![allow(
     unsafe_op_in_unsafe_fn,
     reason = "one contract for the module: the CPU has level S, pointers of a step cover its shapes"

@@ -7,20 +7,11 @@
 use std::marker::PhantomData;
 
 use super::quantized::{MAX_PER_WORD, RowProducts};
-use super::{PANEL, QuantizedWeight, Weight};
+use super::{BLOCK_WORDS, PANEL, QuantizedWeight, TILE_UNITS, Weight, X_STRIDE};
 use crate::elem::ElementType;
 use crate::simd::{Simd, SimdKernel};
 use crate::tile::{TileOperands, product};
 
-/// Packed words of x per row and reduction block: with a panel's share of W (64 KiB) it stays in
-/// the second-level cache.
-const BLOCK_WORDS: usize = 256;
-/// Words between rows of a packed block: no power of two, so that rows fall into different cache
-/// sets.
-pub(crate) const X_STRIDE: usize = BLOCK_WORDS + 16;
-/// Units of a panel that are decoded at a time: 16 KiB, which stay in the first-level cache until
-/// they are multiplied. A multiple of the units in a word of codes.
-pub(crate) const TILE_UNITS: usize = 64;
 /// Rows that one item packs.
 pub(crate) const PACK_ROWS: usize = 32;
 

@@ -404,7 +404,8 @@ fn sums_of_runs_are_scaled_in_the_order_of_the_definition_to_the_bit() {
 
 #[test]
 fn sums_of_runs_are_within_their_bound_of_the_exact_ones() {
-    // A chain of 128 columns, one of their sums, and on the scalar level a rounding of each product.
+    // A chain of 128 columns, one of their sums, and on the scalar level a rounding of each
+    // product.
     const CHAIN: f64 = 2.0 * (128.0 + 16.0);
     for (dtype, of_result) in [
         (Dtype::F32, 2.0_f64.powi(-24)),

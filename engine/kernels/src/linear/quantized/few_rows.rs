@@ -9,8 +9,7 @@ use std::marker::PhantomData;
 use super::{Bytes, CodeType, Codes, Fp4Nibbles, Fp8Bytes, Nibbles, QuantizedWeight};
 use super::{ColumnRun, prefetch_codes};
 use crate::elem::ElementType;
-use crate::linear::PANEL;
-use crate::linear::panels::X_STRIDE;
+use crate::linear::{PANEL, X_STRIDE};
 use crate::simd::{Simd, SimdKernel};
 
 /// Rows of x, and the sums that a product with a panel adds to.

@@ -1,30 +1,31 @@
 //! Weights that stay quantized in memory: codes of 4 or 8 bits.
 //!
 //! ```text
-//! y[n] = sum over runs r of scale[n][r] * sum over columns k of r of (code[n][k] - zero[n][r]) * x[k]
+//! y[n] = sum over runs r of scale[n][r] *
+//!        sum over columns k of r of (code[n][k] - zero[n][r]) * x[k]
 //! ```
 //!
 //! A run is some columns side by side that share a group ([`runs`]). Codes less their zeros are
-//! exact in f32 and in bf16, so nothing is rounded before it is multiplied: a run's sum is one chain
-//! of fused multiply-adds from zero, and one more adds it, times its scale, to the sum of the runs
-//! before it. Where groups change every few columns (GPTQ's reordered ones), a number is code less
-//! zero times scale in f32 instead, rounded once to the type of the product, and the product has the
-//! bits that it would have with the same numbers packed at load. The groups alone decide which.
+//! exact in f32 and in bf16, so nothing is rounded before it is multiplied: a run's sum is one
+//! chain of fused multiply-adds from zero, and one more adds it, times its scale, to the sum of the
+//! runs before it. Where groups change every few columns (GPTQ's reordered ones), a number is code
+//! less zero times scale in f32 instead, rounded once to the type of the product, and the product
+//! has the bits that it would have with the same numbers packed at load. The groups alone decide
+//! which.
 //!
 //! Up to a tile's rows are multiplied by numbers that are decoded in registers ([`few_rows`]); more
 //! of them share a tile of a panel, decoded into scratch memory in the order of
 //! [`super::PackedWeight`]. The chains are the same.
 //!
 //! Codes lie in 16-bit words, 2 or 4 columns of a row in each; in a panel, for each step of so many
-//! columns, the words of its rows side by side. FP4 codes are looked up, and their scales, powers of
-//! two, kept as bf16: 4.5 bits for each number.
+//! columns, the words of its rows side by side. FP4 codes are looked up, and their scales, powers
+//! of two, kept as bf16: 4.5 bits for each number.
 #![allow(
     unsafe_op_in_unsafe_fn,
     reason = "one contract for the module: the CPU has level S, pointers cover the shape"
 )]
 
-use super::panels::TILE_UNITS;
-use super::{PANEL, WeightShape};
+use super::{PANEL, TILE_UNITS, WeightShape};
 use crate::elem::{Bf16, Dtype, ElementType, F32, to_bf16};
 use crate::isa;
 use crate::memory::AlignedWords;
@@ -87,8 +88,8 @@ impl QuantizedWeight {
     /// Re-order `from`, of which nothing is kept. `shape.dtype` is the type of the product.
     ///
     /// # Safety
-    /// The pointers of `from` cover the shape; groups of columns are below `from.groups`; the type of
-    /// codes takes the zeros.
+    /// The pointers of `from` cover the shape; groups of columns are below `from.groups`; the type
+    /// of codes takes the zeros.
     pub unsafe fn pack(shape: WeightShape, from: &CodedMatrix) -> QuantizedWeight {
         let per_word = from.code_type.per_word();
         let row_words = shape.inputs.div_ceil(per_word);
@@ -267,8 +268,8 @@ impl QuantizedWeight {
         spare
     }
 
-    /// What a tile holds for units [from, from + units) of a panel, in the order of a packed weight:
-    /// exact numbers where sums are multiplied by scales, else numbers times their scales.
+    /// What a tile holds for units [from, from + units) of a panel, in the order of a packed
+    /// weight: exact numbers where sums are multiplied by scales, else numbers times their scales.
     ///
     /// # Safety
     /// `from` begins a tile; `tile` has room for the units, rounded up to 4 of them.

@@ -26,7 +26,8 @@ pub(super) struct ColumnRuns {
 }
 
 impl ColumnRuns {
-    /// Args: `group_of`: by column. `per_unit`, `per_word`: columns of a unit and of a word of codes.
+    /// Args: `group_of`: by column. `per_unit`, `per_word`: columns of a unit and of a word of
+    /// codes.
     pub fn find(group_of: &[u32], per_unit: usize, per_word: usize) -> ColumnRuns {
         let starts: Vec<usize> = (1..group_of.len())
             .filter(|&column| group_of[column] != group_of[column - 1])

@@ -15,8 +15,8 @@ use crate::simd::Simd;
 const MOST_VECTORS: usize = 8;
 
 impl QuantizedWeight {
-    /// Numbers times their scales, rounded, of units [from, from + units) of a panel, in the order of
-    /// a packed weight.
+    /// Numbers times their scales, rounded, of units [from, from + units) of a panel, in the order
+    /// of a packed weight.
     ///
     /// # Safety
     /// `from` begins a word; `tile` has room for the units, rounded up to 4 of them.
@@ -82,8 +82,8 @@ impl QuantizedWeight {
         }
     }
 
-    /// Numbers times scales of a word's columns, for the rows of a panel from `lane` on; those behind
-    /// the word's are 0.
+    /// Numbers times scales of a word's columns, for the rows of a panel from `lane` on; those
+    /// behind the word's are 0.
     #[inline(always)]
     unsafe fn scaled_numbers<S: Simd, C: Codes>(
         &self,
