@@ -13,7 +13,7 @@ contiguous.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -24,6 +24,7 @@ from torch.nn import functional
 from baton.errors import ConfigError
 from baton.layers import flashinfer_loader
 from baton.layers import kernels as triton_kernels
+from baton.layers.spec import PLAIN_EXPERTS, ExpertForm
 
 if TYPE_CHECKING:
     from baton.layers.ops_cpu import NativeMatrix, PackedHeads, PackedWeight, QuantizedWeight
@@ -194,25 +195,41 @@ def pack_heads(weights: HeadMatrices) -> HeadMatrices:
 
 
 def pack_experts(
-    gate_up: list[Matrix], down: list[Matrix], first_expert: int
+    gate_up: list[Matrix],
+    down: list[Matrix],
+    first_expert: int,
+    *,
+    form: ExpertForm = PLAIN_EXPERTS,
+    gate_up_biases: Sequence[Tensor] = (),
+    down_biases: Sequence[Tensor] = (),
 ) -> ExpertKernel | None:
     """One kernel for the experts of a layer; None: `pass_experts` computes them.
 
     On the CPU it takes matrices that `pack_weight` has packed, or that stay quantized, and shares
-    their memory. On a GPU it has copies of them, side by side, and both lists are emptied.
+    their memory. On a GPU it takes plain experts, has copies of them, side by side, and both lists
+    are emptied.
 
     Args:
         gate_up: [2 * inner, hidden] of each expert: gate rows, then up rows.
         down: [hidden, inner] of each.
         first_expert: number of the first one.
+        gate_up_biases, down_biases: of each expert, in the compute dtype, or none.
     """
     plain_gate_up = [matrix for matrix in gate_up if isinstance(matrix, Tensor)]
     plain_down = [matrix for matrix in down if isinstance(matrix, Tensor)]
     kernel: ExpertKernel
     if not plain_gate_up and not plain_down and _native is not None:
-        kernel = _native.ExpertWeights(gate_up, down, first_expert)
+        kernel = _native.ExpertWeights(
+            gate_up,
+            down,
+            first_expert,
+            form=form,
+            gate_up_biases=gate_up_biases,
+            down_biases=down_biases,
+        )
         return kernel
-    if all(matrix.is_cpu for matrix in plain_gate_up):
+    is_plain = form == PLAIN_EXPERTS and not gate_up_biases and not down_biases
+    if not is_plain or all(matrix.is_cpu for matrix in plain_gate_up):
         return None
     from baton.layers.kernels.experts import StackedExperts
 
@@ -291,11 +308,10 @@ def pass_experts(
     in_order = torch.empty_like(results)
     in_order[by_expert] = results
     by_slot = in_order.view(*experts.shape, -1)
-    if weighs_inputs:
-        return by_slot.float().sum(1).to(x.dtype)
     total = torch.zeros(x.shape, device=x.device)
     for slot in range(slots):
-        total += by_slot[:, slot].float() * weights[:, slot, None].float()
+        result = by_slot[:, slot].float()
+        total += result if weighs_inputs else result * weights[:, slot, None].float()
     return total.to(x.dtype)
 
 

@@ -13,6 +13,7 @@ and ConfigError when BATON_CPU_ISA names no instruction level.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -32,6 +33,7 @@ from baton._native import rope as _rope
 from baton._native import set_threads as set_threads
 from baton._native import sigmoid as _sigmoid
 from baton.errors import ConfigError
+from baton.layers.spec import PLAIN_EXPERTS, ExpertForm
 
 if TYPE_CHECKING:
     from baton.layers.recurrent_state import StateRows
@@ -140,9 +142,12 @@ class PackedHeads:
 
 
 class QuantizedWeight(NativeMatrix):
-    """Codes of 4 or 8 bits: (code - zero) * scale in float32, rounded to `dtype`, tile by tile.
+    """Codes of 4 or 8 bits, which stay so in memory.
 
-    Its product has the bits of a `PackedWeight` of the same numbers.
+    Where the columns of a group lie side by side, a product adds (code - zero) * x over them, exact
+    before it is multiplied, and multiplies the sum by the scale. Where groups change every few
+    columns, it has the bits of a `PackedWeight` of (code - zero) * scale, computed in float32 and
+    rounded to `dtype`. `gather_rows` returns such numbers in either case.
     """
 
     __slots__ = ()
@@ -162,9 +167,11 @@ class QuantizedWeight(NativeMatrix):
         Args:
             codes: uint8 [outputs, inputs], a byte each.
             scales: float32 [outputs, groups]; of fp4 powers of two.
-            zeros: as scales, or one for all.
+            zeros: as scales, or one for all: whole numbers in [0, 256) for integers, 0 for floats.
             column_group: int32 [inputs], in [0, groups).
             dtype: float32 or bfloat16, of the product.
+        Raises:
+            ValueError: a shape, a type, a group or a zero is another.
         """
         shape = tuple(codes.shape)
         outputs, inputs = shape
@@ -200,19 +207,37 @@ class ExpertWeights:
     __slots__ = ("_dtype", "_first", "_hidden", "_native", "visited_bytes")
 
     def __init__(
-        self, gate_up: list[NativeMatrix], down: list[NativeMatrix], first_expert: int
+        self,
+        gate_up: list[NativeMatrix],
+        down: list[NativeMatrix],
+        first_expert: int,
+        *,
+        form: ExpertForm = PLAIN_EXPERTS,
+        gate_up_biases: Sequence[Tensor] = (),
+        down_biases: Sequence[Tensor] = (),
     ) -> None:
-        """Shares the memory of the matrices.
+        """Shares the memory of the matrices, and copies biases.
 
         Args:
             gate_up: [2 * inner, hidden] of each expert: gate rows, then up rows.
             down: [hidden, inner] of each.
             first_expert: number of the first one.
+            gate_up_biases, down_biases: of each expert, in the matrices' dtype, or none.
         Raises:
             ValueError: shapes or types differ.
         """
+
+        def biases(name: str, vectors: Sequence[Tensor], of: NativeMatrix) -> list[tuple[int, int]]:
+            size = tuple(of.shape[:1])
+            return [(checked_address(name, each, of.dtype, size), each.nbytes) for each in vectors]
+
         self._native = _NativeExperts(
-            [matrix._native for matrix in gate_up], [matrix._native for matrix in down]
+            [matrix._native for matrix in gate_up],
+            [matrix._native for matrix in down],
+            None if form.clamped is None else (form.clamped.gain, form.clamped.limit),
+            form.weighs_inputs,
+            biases("gate_up_biases", gate_up_biases, gate_up[0]),
+            biases("down_biases", down_biases, down[0]),
         )
         self._first = first_expert
         self._hidden = down[0].shape[0]

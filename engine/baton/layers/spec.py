@@ -166,6 +166,27 @@ def common_latents(layers: Sequence[LayerAttention]) -> LatentSpec | None:
 
 
 @dataclass(frozen=True, slots=True)
+class ClampedSilu:
+    """gate * sigmoid(gain * gate) * (up + 1), of gates up to `limit`, and of up as far from 0."""
+
+    gain: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertForm:
+    """What experts compute beside their products."""
+
+    clamped: ClampedSilu | None = None
+    """None: silu(gate) * up."""
+    weighs_inputs: bool = False
+    """A token's weight for an expert multiplies what enters it, and not its result."""
+
+
+PLAIN_EXPERTS = ExpertForm()
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertShapes:
     """Sizes of a mixture of experts on one rank."""
 

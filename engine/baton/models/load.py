@@ -266,8 +266,8 @@ def _log_quantization(
     in_memory = sum(tensor.nbytes for layer in tensors.values() for tensor in layer.values())
     if kept:
         reason = (
-            f"{kept} matrices stay quantized, and kernels decode them tile by tile to the bits of "
-            f"weights that were dequantized to {spec.dtype}"
+            f"{kept} matrices stay quantized, and kernels multiply their codes by activations in "
+            f"{spec.dtype}"
         )
     elif has_kernel:
         reason = f"dequantized to {spec.dtype} at load: no matrix is quantized as a whole"

@@ -327,6 +327,8 @@ _TOKENIZER_FILES = (
 _VOLATILE_FIELDS = ("_name_or_path", "transformers_version", "use_cache")
 _SAMPLES = 64
 _SAMPLE_BYTES = 4096
+_QUANTIZED_PRODUCTS = "scales of sums"
+"""How products with quantized weights are defined: another value where their bits change."""
 
 
 def hash_model(
@@ -342,7 +344,7 @@ def hash_model(
     Covers config.json (less fields that say who wrote it), the tokenizer's files, and of each weight file its header,
     length and 64 samples of 4 KiB: two fine-tunes of one model differ nearly everywhere, and reading whole files would
     cost a start of seconds. Dummy weights are covered by their seed, weights quantized at load by
-    how that is done.
+    how that is done, quantized ones also by how products with them are defined.
 
     Args: `is_long`: keys turn by factors for long contexts, which the flags decide.
     """
@@ -356,6 +358,8 @@ def hash_model(
     if quantization is not None:
         add_content("quantization", str(ON_LOAD_FORMS[quantization]).encode())
     config = {k: v for k, v in read_json(root / "config.json").items() if k not in _VOLATILE_FIELDS}
+    if quantization is not None or "quantization_config" in config:
+        add_content("products", _QUANTIZED_PRODUCTS.encode())
     add_content("config", json.dumps(config, sort_keys=True).encode())
     for name in _TOKENIZER_FILES:
         if is_given(root / name):

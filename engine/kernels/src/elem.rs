@@ -25,6 +25,11 @@ impl Dtype {
             Dtype::Bf16 => 2,
         }
     }
+
+    /// Elements of a unit.
+    pub(crate) fn per_unit(self) -> usize {
+        4 / self.bytes()
+    }
 }
 
 /// bf16 nearest to `x`, ties to even; NaN stays NaN.

@@ -1,7 +1,8 @@
 //! The one inner loop: a block of a matrix product held in registers.
 //!
 //! ```text
-//! out[m][v] (+)= sum over k of x[m][k] * w[k][v]        m rows, v vectors of LANES columns, k units
+//! out[m][v] (+)= sum over k of x[m][k] * w[k][v]        m rows, v vectors of LANES columns, k
+//! units
 //! ```
 //!
 //! Every element of `out` is one chain of fused multiply-adds in the order of k, started from zero
@@ -33,6 +34,9 @@ pub struct TileOperands {
     pub out_stride: usize,
     /// Start from what `out` holds, else from zero.
     pub add: bool,
+    /// A factor in f32 for each column, padded to whole vectors: the chain starts from zero, and
+    /// one more multiply-add adds it, times the factor, to what `add` says.
+    pub scales: Option<*const f32>,
     /// `w` comes from memory in order: ask for what is ahead.
     pub stream: bool,
 }
@@ -53,7 +57,7 @@ impl<E: ElementType, const MR: usize, const NR: usize, const XS: usize, const ST
     unsafe fn run<S: Simd>(self) {
         let o = self.0;
         let mut acc = [[S::splat(0.0); NR]; MR];
-        if o.add {
+        if o.add && o.scales.is_none() {
             for (m, row) in acc.iter_mut().enumerate() {
                 for (v, a) in row.iter_mut().enumerate() {
                     *a = S::load(o.out.add(m * o.out_stride + v * S::LANES));
@@ -81,6 +85,19 @@ impl<E: ElementType, const MR: usize, const NR: usize, const XS: usize, const ST
             }
             x = x.add(E::X_WORDS);
             w = w.add(o.w_stride);
+        }
+        if let Some(scales) = o.scales {
+            for v in 0..NR {
+                let scale = S::load(scales.add(v * S::LANES));
+                for (m, row) in acc.iter_mut().enumerate() {
+                    let before = if o.add {
+                        S::load(o.out.add(m * o.out_stride + v * S::LANES))
+                    } else {
+                        S::splat(0.0)
+                    };
+                    row[v] = S::fma(scale, row[v], before);
+                }
+            }
         }
         for (m, row) in acc.iter().enumerate() {
             for (v, a) in row.iter().enumerate() {
@@ -123,6 +140,7 @@ pub unsafe fn product<S: Simd, E: ElementType, const XS: usize, const STREAMS: b
             let nr = (vecs - v).min(tile_vecs);
             let w = o.w.add(v * S::LANES);
             let out = o.out.add(m * o.out_stride + v * S::LANES);
+            let scales = o.scales.map(|scales| scales.add(v * S::LANES));
             one_tile::<S, E, XS, STREAMS>(
                 mr,
                 nr,
@@ -130,6 +148,7 @@ pub unsafe fn product<S: Simd, E: ElementType, const XS: usize, const STREAMS: b
                     x: o.x.add(m * XS),
                     w,
                     out,
+                    scales,
                     ..o
                 },
             );

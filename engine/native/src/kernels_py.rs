@@ -11,7 +11,7 @@ use kernels::attention::{PagedAttention, paged_attention};
 use kernels::elementwise::{
     self, Activation, GatedProduct, HeadVectors, RmsNorm, RotaryEmbedding, RotaryPairs, Sigmoid,
 };
-use kernels::experts::{self, ExpertMatrix, ExpertStep};
+use kernels::experts::{self, ExpertForm, ExpertMatrix, ExpertStep};
 use kernels::linear::{
     self, CodeType, CodedMatrix, HeadProducts, LinearProduct, Weight, WeightShape,
 };
@@ -70,8 +70,8 @@ unsafe impl Sync for KvLayer {}
 
 #[pymethods]
 impl KvLayer {
-    /// `base`: address of slot 0's K in page 0. `bf16`: type of a step, else float32. `scales`: of K
-    /// and V, where the pages hold FP8 codes. `page_stride`: elements from page to page.
+    /// `base`: address of slot 0's K in page 0. `bf16`: type of a step, else float32. `scales`: of
+    /// K and V, where the pages hold FP8 codes. `page_stride`: elements from page to page.
     #[new]
     fn new(
         base: usize,
@@ -567,8 +567,9 @@ struct QuantizedWeight(Arc<linear::QuantizedWeight>);
 #[pymethods]
 impl QuantizedWeight {
     /// Copy codes (u8, a byte each) [outputs, inputs], scales and zeros (f32; 0: `zero` for all)
-    /// [outputs, groups] and the group of each input (int32). `code_type`: int4, int8,
-    /// fp8 or fp4, whose scales must be exact in bf16.
+    /// [outputs, groups] and the group of each input (int32). `code_name`: int4, int8,
+    /// fp8 or fp4, whose scales must be exact in bf16. Raises ValueError where a zero of integers
+    /// is no whole number in [0, 256), or one of floats is not 0.
     #[new]
     #[allow(
         clippy::too_many_arguments,
@@ -579,7 +580,7 @@ impl QuantizedWeight {
         bf16: bool,
         outputs: usize,
         inputs: usize,
-        code_type: &str,
+        code_name: &str,
         codes: usize,
         groups: usize,
         scales: usize,
@@ -587,14 +588,14 @@ impl QuantizedWeight {
         zero: f32,
         group_of: usize,
     ) -> PyResult<Self> {
-        let code_type = match code_type {
+        let code_type = match code_name {
             "int4" => CodeType::Int4,
             "int8" => CodeType::Int8,
             "fp8" => CodeType::Fp8,
             "fp4" => CodeType::Fp4,
             _ => {
                 return Err(PyValueError::new_err(format!(
-                    "codes of {code_type}: int4, int8, fp8 or fp4 are needed"
+                    "codes of {code_name}: int4, int8, fp8 or fp4 are needed"
                 )));
             }
         };
@@ -603,6 +604,18 @@ impl QuantizedWeight {
         if let Some(bad) = groups_of_inputs.iter().find(|&&g| g as usize >= groups) {
             return Err(PyValueError::new_err(format!(
                 "group {bad} is outside a matrix of {groups}"
+            )));
+        }
+        let all_zeros = if zeros == 0 {
+            std::slice::from_ref(&zero)
+        } else {
+            // SAFETY: as above.
+            unsafe { slice::<f32>(zeros, outputs * groups) }
+        };
+        if let Some(bad) = all_zeros.iter().find(|&&zero| !code_type.takes_zero(zero)) {
+            return Err(PyValueError::new_err(format!(
+                "zero point {bad} of {code_name} codes: whole numbers in [0, 256) are needed, and \
+                 0 for fp8 and fp4"
             )));
         }
         let shape = WeightShape {
@@ -659,15 +672,38 @@ struct ExpertWeights(experts::ExpertWeights);
 
 #[pymethods]
 impl ExpertWeights {
-    /// A PackedWeight or QuantizedWeight per expert: gate's rows then up's, and down. Raises
-    /// ValueError where shapes differ.
+    /// A PackedWeight or QuantizedWeight per expert: gate's rows then up's, and down. `clamp`: gain
+    /// and limit of a clamped SiLU, None: SiLU. Biases, none or one per expert: addresses and sizes
+    /// in bytes of contiguous vectors in the experts' type, which are copied. Raises ValueError
+    /// where shapes differ.
     #[new]
-    fn new(gate_up: Vec<Bound<'_, PyAny>>, down: Vec<Bound<'_, PyAny>>) -> PyResult<ExpertWeights> {
+    fn new(
+        gate_up: Vec<Bound<'_, PyAny>>,
+        down: Vec<Bound<'_, PyAny>>,
+        clamp: Option<(f32, f32)>,
+        weighs_inputs: bool,
+        gate_up_biases: Vec<(usize, usize)>,
+        down_biases: Vec<(usize, usize)>,
+    ) -> PyResult<ExpertWeights> {
+        let copies = |biases: Vec<(usize, usize)>| {
+            // SAFETY: the Python side holds the tensors and has checked their types and sizes.
+            let copy = |(at, size)| unsafe { slice::<u8>(at, size) }.to_vec();
+            biases.into_iter().map(copy).collect()
+        };
+        let form = ExpertForm {
+            activation: clamp.map_or(Activation::Silu, |(gain, limit)| Activation::ClampedSilu {
+                gain,
+                limit,
+            }),
+            weighs_inputs,
+            gate_up_biases: copies(gate_up_biases),
+            down_biases: copies(down_biases),
+        };
         let of = |matrices: Vec<Bound<'_, PyAny>>| {
             let of_each = matrices.iter().map(expert_matrix);
             of_each.collect::<PyResult<Vec<ExpertMatrix>>>()
         };
-        experts::ExpertWeights::new(of(gate_up)?, of(down)?)
+        experts::ExpertWeights::new(of(gate_up)?, of(down)?, form)
             .map(ExpertWeights)
             .map_err(|err| PyValueError::new_err(err.to_string()))
     }

@@ -12,6 +12,7 @@ from torch.nn import functional
 pytest.importorskip("baton._native", reason="the native module is not built")
 
 from baton.layers import ops, ops_cpu
+from baton.layers.spec import ClampedSilu, ExpertForm
 from tests.support.processes.prepared_python import PreparedPython
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -218,6 +219,44 @@ def test_experts_have_the_bits_of_single_products_summed_in_order(dtype: torch.d
         assert torch.equal(counts - before, experts.flatten().bincount(minlength=8))
 
 
+@both_dtypes
+@pytest.mark.parametrize("family", ["gpt-oss", "llama4"])
+def test_other_forms_of_experts_have_the_bits_of_single_products(
+    dtype: torch.dtype, family: str
+) -> None:
+    gate_up, down = make_experts(dtype)
+    inner = down[0].shape[1]
+    gate_up_biases = [noise(2 * inner, dtype=dtype, seed=20 + n) for n in range(len(down))]
+    down_biases = [noise(64, dtype=dtype, seed=40 + n) for n in range(len(down))]
+    if family == "gpt-oss":
+        form = ExpertForm(ClampedSilu(1.702, 0.5))
+    else:
+        form = ExpertForm(weighs_inputs=True)
+        gate_up_biases.clear()
+        down_biases.clear()
+    kernel = ops.pack_experts(
+        gate_up, down, 2, form=form, gate_up_biases=gate_up_biases, down_biases=down_biases
+    )
+    assert kernel is not None
+
+    def pass_expert(place: int, x: Tensor) -> Tensor:
+        if family == "llama4":
+            return expert_of(gate_up, down)(place, x)
+        both = ops.linear(x, gate_up[place], gate_up_biases[place])
+        return ops.linear(ops.clamped_silu_mul(both, 1.702, 0.5), down[place], down_biases[place])
+
+    for tokens in (1, 2, 9, 70):
+        x = noise(tokens, 64, dtype=dtype, seed=tokens)
+        experts, weights = choices_of(tokens, 3, 8)
+        want = ops.pass_experts(
+            x, experts, weights, held=range(2, 7), pass_expert=pass_expert,
+            weighs_inputs=form.weighs_inputs,
+        )  # fmt: skip
+        counts = torch.zeros(8, dtype=torch.int64)
+        assert torch.equal(kernel.pass_tokens(x, experts, weights, counts), want), tokens
+        assert torch.equal(counts, experts.flatten().bincount(minlength=8))
+
+
 @pytest.mark.usefixtures("torch_ops")
 def test_experts_without_kernels_are_the_same_sum() -> None:
     """Against the formula in float64."""
@@ -266,6 +305,8 @@ def test_choice_of_no_expert_and_foreign_tensors_are_refused() -> None:
         kernel.pass_tokens(x, torch.tensor([[1]]), weights, counts.int())
     with pytest.raises(ValueError, match="expert 0: gate_up is F32"):
         ops_cpu.ExpertWeights(down, gate_up, first_expert=0)
+    with pytest.raises(ValueError, match=r"down_biases is torch.float32 \[63\]"):
+        ops_cpu.ExpertWeights(gate_up, down, 0, down_biases=[torch.zeros(63)] * 2)
 
 
 def test_wrong_tensors_are_refused_with_both_sides_named() -> None:

@@ -3,9 +3,9 @@ sum is the result.
 
 1. The router's logits, and from them each token's experts and weights (`blocks.router`).
 2. The weighted sum of the experts' results, which reads the matrices of chosen experts only: by
-   one kernel for all of a layer's (`ops.pack_experts`), or, where they are not plain, by products
-   of one after the other (`ops.pass_experts`). On the CPU a token's result depends on nothing but
-   the token.
+   one kernel for all of a layer's (`ops.pack_experts`), or, where there is none for them, by
+   products of one after the other (`ops.pass_experts`). On the CPU a token's result depends on
+   nothing but the token.
 3. The shared expert's result is added, if the model has one.
 
 Source: arXiv 2101.03961 (routing), arXiv 2401.06066 (shared experts), and transformers' classes of
@@ -85,9 +85,14 @@ class MoeBlock:
         for matrices in (self.gate_up, self.down):
             for number, matrix in enumerate(matrices):
                 matrices[number] = ops.pack_weight(matrix)
-        if self.spec.is_plain:
-            first_expert = self.spec.held_experts.start
-            self.kernel = ops.pack_experts(self.gate_up, self.down, first_expert)
+        self.kernel = ops.pack_experts(
+            self.gate_up,
+            self.down,
+            self.spec.held_experts.start,
+            form=self.spec.form,
+            gate_up_biases=self.gate_up_bias,
+            down_biases=self.down_bias,
+        )
         if self.shared is not None:
             self.shared.pack()
         # A plain product has other bits in another batch.
@@ -125,7 +130,7 @@ class MoeBlock:
             *routing,
             held=self.spec.held_experts,
             pass_expert=self._pass_expert,
-            weighs_inputs=self.spec.weighs_inputs,
+            weighs_inputs=self.spec.form.weighs_inputs,
         )
 
     def _pass_expert(self, own: int, x: Tensor) -> Tensor:
@@ -133,7 +138,7 @@ class MoeBlock:
         gate_up_bias = self.gate_up_bias[own] if self.gate_up_bias else None
         down_bias = self.down_bias[own] if self.down_bias else None
         gate_up = ops.linear(x, self.gate_up[own], gate_up_bias)
-        clamped = self.spec.activation
+        clamped = self.spec.form.clamped
         if clamped is None:
             inner = ops.silu_mul(gate_up)
         else:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from baton.layers.spec import ClampedSilu, ExpertForm
 from baton.models.config_file import ModelConfig
 from baton.models.families.base import Biases, ModelFamily
 from baton.models.families.experts import read_experts, read_experts_per_token
 from baton.models.families.windows import types_of_flags, window_by_layer_types
 from baton.models.spec.attention import AttentionBlockSpec
-from baton.models.spec.moe import ClampedSilu, ExpertNames, JointLayout, MoeSpec, RouterSpec
+from baton.models.spec.moe import ExpertNames, JointLayout, MoeSpec, RouterSpec
 from baton.models.spec.norm import NormSpec
 from baton.models.spec.rope import RopeSpec
 
@@ -76,5 +77,5 @@ class GptOssFamily(ModelFamily):
             layout=JointLayout(is_transposed=True, is_interleaved=True),
             is_always_joint=True,
             has_biases=True,
-            activation=ClampedSilu(gain, config.read_number("swiglu_limit", 7.0)),
+            form=ExpertForm(ClampedSilu(gain, config.read_number("swiglu_limit", 7.0))),
         )

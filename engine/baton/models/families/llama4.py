@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from baton.layers.spec import ExpertForm
 from baton.models.config_file import ModelConfig
 from baton.models.families.base import ModelFamily
 from baton.models.families.experts import read_experts, read_experts_per_token
@@ -95,5 +96,5 @@ class Llama4Family(ModelFamily):
             names=_NAMES,
             layout=JointLayout(is_transposed=True),
             shared=shared,
-            weighs_inputs=True,
+            form=ExpertForm(weighs_inputs=True),
         )

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from baton.layers.shard import Shard
-from baton.layers.spec import ExpertShapes
+from baton.layers.spec import PLAIN_EXPERTS, ExpertForm, ExpertShapes
 from baton.models.spec.mlp import MlpSpec
 from baton.models.spec.tensors import Param, Part, TensorAxis, make_param, whole_axis
 
@@ -93,14 +93,6 @@ class JointLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class ClampedSilu:
-    """gate * sigmoid(gain * gate) * (up + 1), of gates up to `limit`, and of up as far from 0."""
-
-    gain: float
-    limit: float
-
-
-@dataclass(frozen=True, slots=True)
 class MoeSpec:
     """Experts, each a gated MLP of `inner_size`, of which each token passes some; their weighted
     sum is the result."""
@@ -115,10 +107,7 @@ class MoeSpec:
     """Files never store an expert's matrices one by one."""
     has_biases: bool = False
     """Both products of an expert have one."""
-    weighs_inputs: bool = False
-    """A token's weight for an expert multiplies what enters it, and not its result."""
-    activation: ClampedSilu | None = None
-    """None: silu(gate) * up."""
+    form: ExpertForm = PLAIN_EXPERTS
     shared: MlpSpec | None = None
     """An MLP that every token passes; its result is added."""
     has_shared_gate: bool = False
@@ -128,8 +117,8 @@ class MoeSpec:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the kernels of experts take them: others pass one expert after the other."""
-        return not self.has_biases and not self.weighs_inputs and self.activation is None
+        """Whether the kernel of experts on a GPU takes them."""
+        return not self.has_biases and self.form == PLAIN_EXPERTS
 
     @property
     def held_experts(self) -> range:

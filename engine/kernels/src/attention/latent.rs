@@ -378,6 +378,7 @@ impl<E: ElementType> Walk<'_, E> {
             out: state.scores,
             out_stride: BLOCK,
             add: false,
+            scales: None,
             stream: false,
         };
         product::<S, E, X_STRIDE, false>(rows, columns / S::LANES, scores);
@@ -396,6 +397,7 @@ impl<E: ElementType> Walk<'_, E> {
             out: state.acc.add(row * padded_latent),
             out_stride: padded_latent,
             add: true,
+            scales: None,
             stream: false,
         };
         product::<S, E, P_STRIDE, false>(rows, padded_latent / S::LANES, weighted);

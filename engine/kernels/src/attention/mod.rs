@@ -646,6 +646,7 @@ unsafe fn attend_tile<S: Simd, E: ElementType>(
         out: state.scores,
         out_stride: BLOCK,
         add: false,
+        scales: None,
         stream: false,
     };
     product::<S, E, X_STRIDE, false>(rows, columns / S::LANES, scores);
@@ -660,6 +661,7 @@ unsafe fn attend_tile<S: Simd, E: ElementType>(
         out: state.acc.add(row * plan.padded_dim),
         out_stride: plan.padded_dim,
         add: true,
+        scales: None,
         stream: false,
     };
     product::<S, E, P_STRIDE, false>(rows, plan.padded_dim / S::LANES, weighted);

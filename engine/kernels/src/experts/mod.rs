@@ -1,8 +1,11 @@
 //! The routed experts of a step: each token's weighted sum of the gated MLPs that its router chose.
 //!
 //! ```text
-//! y[t] = sum over slots s of weight[t][s] * down(silu(gate(x[t])) * up(x[t]))    of expert chosen[t][s]
+//! y[t] = sum over slots s of weight[t][s] * down(act(gate(x[t])) * up(x[t]))
+//!        of expert chosen[t][s]
 //! ```
+//!
+//! Products may have biases, and a weight may multiply x instead of the result ([`ExpertForm`]).
 //!
 //! 1. Choices (a token and a slot) are sorted by expert ([`groups`]): each becomes a row, and the
 //!    rows of an expert lie side by side.
@@ -10,16 +13,16 @@
 //! 3. An item is some rows of one expert and some columns of its gate and up; it leaves their gated
 //!    product packed, as the left operand of
 //! 4. the items of down.
-//! 5. A token's rows are multiplied by their weights and added.
+//! 5. A token's rows are multiplied by their weights, where x was not, and added.
 //!
 //! Steps 2 to 5 are one job of the pool each, over all experts: threads share the tiles of all of
 //! them, and meet as often for one expert as for a hundred. Matrices of an expert that no token
 //! chose are not read; [`pass_experts`] returns how many bytes of weights were.
 //!
 //! Exact: every row has the bits of three single products (`linear`, `elementwise::multiply_gated`,
-//! `linear`), rounded in between as those are. The sum is taken in f32 in the order of the slots,
-//! each product rounded, and rounded once more to the type. So a token's result depends on the
-//! token alone.
+//! `linear`), rounded in between as those are; x times its weight, both in the type, is rounded to
+//! it. The sum is taken in f32 in the order of the slots, each product rounded, and rounded once
+//! more to the type. So a token's result depends on the token alone.
 #![allow(
     unsafe_op_in_unsafe_fn,
     reason = "one contract for the module: the CPU has level S, pointers of a step cover its shapes"
@@ -66,10 +69,62 @@ impl ExpertMatrix {
     }
 }
 
+/// What experts compute beside their products.
+#[derive(Clone, Debug)]
+pub struct ExpertForm {
+    pub activation: Activation,
+    /// Weights multiply what enters an expert, and not its result.
+    pub weighs_inputs: bool,
+    /// In the experts' type, by expert: `[2 * inner]` each, added to gate and up; empty: none.
+    pub gate_up_biases: Vec<Vec<u8>>,
+    /// `[hidden]` each, added to down; empty: none, or another process adds them.
+    pub down_biases: Vec<Vec<u8>>,
+}
+
+impl ExpertForm {
+    /// silu(gate) * up without biases; weights multiply results.
+    pub fn plain() -> ExpertForm {
+        ExpertForm {
+            activation: Activation::Silu,
+            weighs_inputs: false,
+            gate_up_biases: Vec::new(),
+            down_biases: Vec::new(),
+        }
+    }
+}
+
+/// A bias from an element on; null: none.
+#[derive(Clone, Copy)]
+struct BiasColumns(*const u8);
+
+impl BiasColumns {
+    fn new(biases: &[Vec<u8>], expert: usize) -> BiasColumns {
+        BiasColumns(
+            biases
+                .get(expert)
+                .map_or(std::ptr::null(), |bias| bias.as_ptr()),
+        )
+    }
+
+    /// `sums` of up to LANES columns from `column` on, and their biases.
+    #[inline(always)]
+    unsafe fn add<S: Simd, E: ElementType>(self, sums: S::F, column: usize, left: usize) -> S::F {
+        if self.0.is_null() {
+            return sums;
+        }
+        S::add(
+            sums,
+            load_part::<S, E>(self.0.cast::<E::T>().add(column), left),
+        )
+    }
+}
+
 #[derive(Debug, thiserror::Error)]
 pub enum ExpertError {
     #[error("{0} gate_up and {1} down matrices: one of each per expert is needed")]
     UnequalCounts(usize, usize),
+    #[error("{0} biases, one of {1} bytes: {2} of {3} bytes are needed, or none")]
+    UnequalBiases(usize, usize, usize, usize),
     #[error(
         "expert {number}: gate_up is {gate_up} and down is {down}; with the others, {expected_gate_up} \
          and {expected_down} are needed"
@@ -96,6 +151,7 @@ pub struct ExpertWeights {
     gate_up: Vec<ExpertMatrix>,
     /// `[hidden, inner]`
     down: Vec<ExpertMatrix>,
+    form: ExpertForm,
     dtype: Dtype,
     hidden: usize,
     inner: usize,
@@ -105,6 +161,7 @@ impl ExpertWeights {
     pub fn new(
         gate_up: Vec<ExpertMatrix>,
         down: Vec<ExpertMatrix>,
+        form: ExpertForm,
     ) -> Result<ExpertWeights, ExpertError> {
         let (Some(first), true) = (down.first(), gate_up.len() == down.len()) else {
             return Err(ExpertError::UnequalCounts(gate_up.len(), down.len()));
@@ -116,7 +173,26 @@ impl ExpertWeights {
             inner: shape.inputs,
             gate_up,
             down,
+            form,
         };
+        let form = &experts.form;
+        for (biases, columns) in [
+            (&form.gate_up_biases, 2 * experts.inner),
+            (&form.down_biases, experts.hidden),
+        ] {
+            let needed = columns * shape.dtype.bytes();
+            let wrong = biases.iter().find(|bias| bias.len() != needed);
+            let count = biases.len();
+            if wrong.is_some() || ![0, experts.down.len()].contains(&count) {
+                let size = wrong.map_or(needed, Vec::len);
+                return Err(ExpertError::UnequalBiases(
+                    count,
+                    size,
+                    experts.down.len(),
+                    needed,
+                ));
+            }
+        }
         let expected_gate_up = (shape.dtype, 2 * shape.inputs, shape.outputs);
         let expected_down = (shape.dtype, shape.outputs, shape.inputs);
         let of = |matrix: &ExpertMatrix| {
@@ -308,6 +384,9 @@ impl<E: ElementType> Round<'_, E> {
             first_column: columns.start,
             columns: columns.len(),
             inner: self.inner,
+            inner_size: experts.inner,
+            activation: experts.form.activation,
+            bias: BiasColumns::new(&experts.form.gate_up_biases, cut.expert()),
         };
         let mut panels = [0; GATE_UP_PANELS];
         let numbers = gate_panels.chain(panels_of(&up));
@@ -324,6 +403,7 @@ impl<E: ElementType> Round<'_, E> {
             columns: columns.len(),
             hidden: experts.hidden,
             results: self.results.cast(),
+            bias: BiasColumns::new(&experts.form.down_biases, cut.expert()),
         };
         let mut panels = [0; ITEM_PANELS];
         let count = fill(&mut panels, panels_of(&columns));
@@ -387,9 +467,22 @@ impl<E: ElementType> SimdKernel for PackTokens<'_, E> {
         let PackTokens(round, rows) = self;
         let step = round.step;
         for row in rows {
-            let token = round.tokens.start + round.groups.choice_of(row) / step.slots;
-            let from = step.x.cast::<E::T>().add(token * step.x_stride);
-            round.x.pack::<S, E>(row, from, step.experts.hidden);
+            let choice = round.tokens.start * step.slots + round.groups.choice_of(row);
+            let from = step
+                .x
+                .cast::<E::T>()
+                .add(choice / step.slots * step.x_stride);
+            if !step.experts.form.weighs_inputs {
+                round.x.pack::<S, E>(row, from, step.experts.hidden);
+                continue;
+            }
+            let weight = E::round::<S>(S::splat(step.weights[choice]));
+            for c in (0..step.experts.hidden).step_by(S::LANES) {
+                // Lanes behind the last column become 0, as the packed order wants them.
+                let x = load_part::<S, E>(from.add(c), step.experts.hidden - c);
+                let weighed = E::round::<S>(S::mul(x, weight));
+                round.x.store::<S, E>(row, c, weighed);
+            }
         }
     }
 }
@@ -421,6 +514,11 @@ struct StoreGated {
     first_column: usize,
     columns: usize,
     inner: PackedRows,
+    /// Columns of gate, behind which up's are.
+    inner_size: usize,
+    activation: Activation,
+    /// Gate's, then up's.
+    bias: BiasColumns,
 }
 
 impl FinishSums for StoreGated {
@@ -433,10 +531,12 @@ impl FinishSums for StoreGated {
             while c < self.columns {
                 // Lanes behind the last column become 0, as the packed order wants them.
                 let left = self.columns - c;
-                let g = E::round::<S>(load_part::<S, F32>(gate.add(c), left));
-                let u = E::round::<S>(load_part::<S, F32>(up.add(c), left));
-                let gated = E::round::<S>(Activation::Silu.multiply::<S, E>(g, u));
                 let column = self.first_column + c;
+                let g = load_part::<S, F32>(gate.add(c), left);
+                let g = E::round::<S>(self.bias.add::<S, E>(g, column, left));
+                let u = load_part::<S, F32>(up.add(c), left);
+                let u = E::round::<S>(self.bias.add::<S, E>(u, self.inner_size + column, left));
+                let gated = E::round::<S>(self.activation.multiply::<S, E>(g, u));
                 self.inner.store::<S, E>(sums.first + row, column, gated);
                 c += S::LANES;
             }
@@ -451,6 +551,7 @@ struct StoreResults {
     hidden: usize,
     /// `[rows, hidden]`
     results: *mut u8,
+    bias: BiasColumns,
 }
 
 impl FinishSums for StoreResults {
@@ -461,7 +562,10 @@ impl FinishSums for StoreResults {
             let to = self.results.cast::<E::T>().add(at);
             let mut c = 0;
             while c < self.columns {
-                store_part::<S, E>(to.add(c), S::load(sums.row(row).add(c)), self.columns - c);
+                let left = self.columns - c;
+                let sum = S::load(sums.row(row).add(c));
+                let result = self.bias.add::<S, E>(sum, self.first_column + c, left);
+                store_part::<S, E>(to.add(c), result, left);
                 c += S::LANES;
             }
         }
@@ -488,7 +592,12 @@ impl<E: ElementType> RowKernel for Round<'_, E> {
                         continue;
                     };
                     let result = load_part::<S, T>(results.add(row * hidden + c), hidden - c);
-                    total = S::add(total, S::mul(result, S::splat(weight)));
+                    let weighed = if step.experts.form.weighs_inputs {
+                        result
+                    } else {
+                        S::mul(result, S::splat(weight))
+                    };
+                    total = S::add(total, weighed);
                 }
                 store_part::<S, T>(to.add(c), total, hidden - c);
                 c += S::LANES;

@@ -18,12 +18,22 @@ struct Case {
     weights: Vec<f32>,
 }
 
-/// Matrices of `experts` experts; None: packed ones.
+/// Plain experts; None: packed matrices.
 fn make_experts(
+    dtype: Dtype,
+    experts: usize,
+    sizes: (usize, usize),
+    code_type: Option<CodeType>,
+) -> ExpertWeights {
+    make_formed(dtype, experts, sizes, code_type, ExpertForm::plain())
+}
+
+fn make_formed(
     dtype: Dtype,
     experts: usize,
     (hidden, inner): (usize, usize),
     code_type: Option<CodeType>,
+    form: ExpertForm,
 ) -> ExpertWeights {
     let make = |outputs, inputs, seed| {
         let shape = WeightShape {
@@ -33,6 +43,11 @@ fn make_experts(
         };
         if let Some(code_type) = code_type {
             let coded = Coded::new(code_type, shape, 3, code_type == CodeType::Int4);
+            let coded = if seed % 2 == 0 {
+                coded
+            } else {
+                coded.with_runs()
+            };
             return ExpertMatrix::Quantized(Arc::new(coded.pack(shape)));
         }
         let weight = Stored::new(dtype, &noise(outputs * inputs, seed));
@@ -44,7 +59,7 @@ fn make_experts(
     let seeds = 0..experts as u64;
     let gate_up = seeds.clone().map(|e| make(2 * inner, hidden, 10 + e));
     let down = seeds.map(|e| make(hidden, inner, 50 + e));
-    ExpertWeights::new(gate_up.collect(), down.collect()).expect("shapes agree")
+    ExpertWeights::new(gate_up.collect(), down.collect(), form).expect("shapes agree")
 }
 
 impl Case {
@@ -103,10 +118,18 @@ impl Case {
                     continue;
                 }
                 let number = number - self.first_expert;
-                let x = &self.x.1[token * self.row_bytes()..][..self.row_bytes()];
-                let result = Stored(experts.dtype, self.pass_one(isa, number, x)).values();
+                let mut x = self.x.1[token * self.row_bytes()..][..self.row_bytes()].to_vec();
+                let mut factor = self.weights[choice];
+                if experts.form.weighs_inputs {
+                    let weight = Stored::new(experts.dtype, &[factor]).values()[0];
+                    let values = Stored(experts.dtype, x).values();
+                    let weighed: Vec<f32> = values.iter().map(|value| value * weight).collect();
+                    x = Stored::new(experts.dtype, &weighed).1;
+                    factor = 1.0;
+                }
+                let result = Stored(experts.dtype, self.pass_one(isa, number, &x)).values();
                 for (sum, value) in total.iter_mut().zip(result) {
-                    *sum += value * self.weights[choice];
+                    *sum += value * factor;
                 }
             }
             rows.extend(total);
@@ -115,12 +138,14 @@ impl Case {
     }
 
     fn pass_one(&self, isa: Isa, number: usize, x: &[u8]) -> Vec<u8> {
-        let gate_up = multiply(isa, self.experts.gate_up[number].weight(), x);
+        let form = &self.experts.form;
+        let weight = self.experts.gate_up[number].weight();
+        let gate_up = multiply(isa, weight, form.gate_up_biases.get(number), x);
         let size = self.experts.dtype.bytes();
         let mut inner = vec![0; self.experts.inner * size];
         let gated = GatedProduct {
             dtype: self.experts.dtype,
-            activation: Activation::Silu,
+            activation: form.activation,
             gate_up: gate_up.as_ptr(),
             stride: 2 * self.experts.inner,
             rows: 1,
@@ -129,11 +154,12 @@ impl Case {
         };
         // SAFETY: sizes as described.
         unsafe { multiply_gated_on(isa, &gated) };
-        multiply(isa, self.experts.down[number].weight(), &inner)
+        let weight = self.experts.down[number].weight();
+        multiply(isa, weight, form.down_biases.get(number), &inner)
     }
 }
 
-fn multiply(isa: Isa, weight: Weight<'_>, x: &[u8]) -> Vec<u8> {
+fn multiply(isa: Isa, weight: Weight<'_>, bias: Option<&Vec<u8>>, x: &[u8]) -> Vec<u8> {
     let shape = weight.shape();
     let mut y = vec![0; shape.outputs * shape.dtype.bytes()];
     let product = LinearProduct {
@@ -141,7 +167,7 @@ fn multiply(isa: Isa, weight: Weight<'_>, x: &[u8]) -> Vec<u8> {
         x: x.as_ptr(),
         x_stride: shape.inputs,
         rows: 1,
-        bias: std::ptr::null(),
+        bias: bias.map_or(std::ptr::null(), |bias| bias.as_ptr()),
         y: y.as_mut_ptr(),
         y_stride: shape.outputs,
     };
@@ -177,6 +203,62 @@ fn quantized_experts_have_the_bits_of_single_products_too() {
             assert!(got == case.expected(Isa::best()), "{dtype:?} {code_type:?}");
         }
     }
+}
+
+/// Forms of gpt-oss and of Llama 4.
+fn other_forms(dtype: Dtype, experts: usize, (hidden, inner): (usize, usize)) -> [ExpertForm; 2] {
+    let biases = |columns, seed| {
+        let of_expert = |e| Stored::new(dtype, &noise(columns, seed + e)).1;
+        (0..experts as u64).map(of_expert).collect()
+    };
+    let clamped = ExpertForm {
+        activation: Activation::ClampedSilu {
+            gain: 1.702,
+            limit: 0.5,
+        },
+        gate_up_biases: biases(2 * inner, 100),
+        down_biases: biases(hidden, 200),
+        ..ExpertForm::plain()
+    };
+    let weighing = ExpertForm {
+        weighs_inputs: true,
+        ..ExpertForm::plain()
+    };
+    [clamped, weighing]
+}
+
+#[test]
+fn other_forms_have_the_bits_of_single_products_in_any_batch() {
+    for dtype in DTYPES {
+        for sizes in SIZES {
+            for form in other_forms(dtype, 3, sizes) {
+                let experts = make_formed(dtype, 3, sizes, None, form);
+                let case = Case::new(experts, 5, 17, 2);
+                for isa in Isa::available() {
+                    let (all, _) = case.run(isa, 0, case.tokens);
+                    assert!(all == case.expected(isa), "{isa:?} {dtype:?} {sizes:?}");
+                    let (part, _) = case.run(isa, 7, 9);
+                    let expected = &all[7 * case.row_bytes()..9 * case.row_bytes()];
+                    assert!(part == expected, "{isa:?} {dtype:?} {sizes:?}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn biases_of_other_sizes_are_refused() {
+    let few = make_experts(Dtype::F32, 2, (16, 8), None);
+    let form = ExpertForm {
+        down_biases: vec![vec![0; 64], vec![0; 60]],
+        ..ExpertForm::plain()
+    };
+    let error = ExpertWeights::new(few.gate_up, few.down, form).expect_err("60 is not 64");
+    let text = error.to_string();
+    assert_eq!(
+        text,
+        "2 biases, one of 60 bytes: 2 of 64 bytes are needed, or none"
+    );
 }
 
 #[test]
@@ -245,14 +327,16 @@ fn experts_of_unequal_shapes_are_refused() {
     let mut few = make_experts(Dtype::F32, 2, (16, 8), None);
     let other = make_experts(Dtype::F32, 1, (16, 9), None);
     let gate_up = vec![few.gate_up[0].clone(), other.gate_up[0].clone()];
-    let error = ExpertWeights::new(gate_up, few.down.clone()).expect_err("18 is not 16");
+    let plain = ExpertForm::plain();
+    let error = ExpertWeights::new(gate_up, few.down.clone(), plain).expect_err("18 is not 16");
     assert!(
         error
             .to_string()
             .starts_with("expert 1: gate_up is F32 [18, 16]")
     );
     few.down.pop();
-    let error = ExpertWeights::new(few.gate_up, few.down).expect_err("2 is not 1");
+    let plain = ExpertForm::plain();
+    let error = ExpertWeights::new(few.gate_up, few.down, plain).expect_err("2 is not 1");
     assert!(
         error
             .to_string()

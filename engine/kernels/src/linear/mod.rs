@@ -39,11 +39,20 @@ pub(crate) mod panels;
 mod quantized;
 
 pub use by_head::{HeadProducts, multiply_heads, multiply_heads_on};
-use panels::{PACK_ROWS, PackedRows, PanelSums, TILE_UNITS};
+use panels::{PACK_ROWS, PackedRows, PanelSums};
 pub use quantized::{CodeType, CodedMatrix, QuantizedWeight};
 
 /// Outputs side by side: a row of tiles at AVX-512.
 pub const PANEL: usize = 64;
+/// Packed words of x per row and reduction block: with a panel's share of W (64 KiB) it stays in
+/// the second-level cache.
+const BLOCK_WORDS: usize = 256;
+/// Words between rows of a packed block: no power of two, so that rows fall into different cache
+/// sets.
+const X_STRIDE: usize = BLOCK_WORDS + 16;
+/// Units of a panel that are decoded at a time: 16 KiB, which stay in the first-level cache until
+/// they are multiplied. A multiple of the units in a word of codes.
+const TILE_UNITS: usize = 64;
 /// Rows of an item: enough to pay for reading W from the last-level cache.
 pub(crate) const ITEM_ROWS: usize = 192;
 pub(crate) const ITEM_PANELS: usize = 4;
@@ -60,10 +69,7 @@ pub struct WeightShape {
 
 impl WeightShape {
     fn units(&self) -> usize {
-        match self.dtype {
-            Dtype::F32 => self.inputs,
-            Dtype::Bf16 => self.inputs.div_ceil(2),
-        }
+        self.inputs.div_ceil(self.dtype.per_unit())
     }
 
     pub(crate) fn panels(&self) -> usize {
@@ -217,11 +223,12 @@ impl Weight<'_> {
         }
     }
 
-    /// Scratch words for decoded units of a panel, where the weight is quantized.
+    /// Scratch words for decoded units of a panel and the scales of a run, where the weight is
+    /// quantized.
     pub(crate) fn tile_words(self) -> usize {
         match self {
             Weight::Packed(_) => 0,
-            Weight::Quantized(_) => TILE_UNITS * PANEL,
+            Weight::Quantized(_) => (TILE_UNITS + 1) * PANEL,
         }
     }
 }

@@ -6,21 +6,12 @@
 
 use std::marker::PhantomData;
 
-use super::quantized::RowProduct;
-use super::{PANEL, Weight};
+use super::quantized::{MAX_PER_WORD, RowProducts};
+use super::{BLOCK_WORDS, PANEL, QuantizedWeight, TILE_UNITS, Weight, X_STRIDE};
 use crate::elem::ElementType;
 use crate::simd::{Simd, SimdKernel};
 use crate::tile::{TileOperands, product};
 
-/// Packed words of x per row and reduction block: with a panel's share of W (64 KiB) it stays in
-/// the second-level cache.
-const BLOCK_WORDS: usize = 256;
-/// Words between rows of a packed block: no power of two, so that rows fall into different cache
-/// sets.
-const X_STRIDE: usize = BLOCK_WORDS + 16;
-/// Units of a panel that are decoded at a time: 16 KiB, which stay in the first-level cache until
-/// they are multiplied. A multiple of the units in a word of codes.
-pub(crate) const TILE_UNITS: usize = 64;
 /// Rows that one item packs.
 pub(crate) const PACK_ROWS: usize = 32;
 
@@ -74,6 +65,11 @@ impl PackedRows {
             let count = block_elements::<E>().min(inputs - column);
             let to = self.block(column / block_elements::<E>(), row);
             E::pack_x::<S>(from.add(column), count, to);
+            // Columns behind the last one, which its word of a quantized weight has, multiply 0.
+            let end = count.next_multiple_of(MAX_PER_WORD) / E::PER_UNIT * E::X_WORDS;
+            for word in count.div_ceil(E::PER_UNIT) * E::X_WORDS..end {
+                to.add(word).write(0);
+            }
             column += count;
         }
     }
@@ -159,6 +155,7 @@ impl<E: ElementType> PanelSums<'_, E> {
             out: self.sums.add(p * PANEL),
             out_stride: self.width(),
             add: block > 0,
+            scales: None,
             stream: false,
         };
         match self.weight {
@@ -171,26 +168,52 @@ impl<E: ElementType> PanelSums<'_, E> {
                     ..operands
                 });
             }
-            // Nothing shares what would be decoded.
-            Weight::Quantized(weight) if self.rows == 1 && !E::DOT => {
-                let row = RowProduct {
-                    x,
-                    out: operands.out,
-                    add: operands.add,
-                };
-                weight.add_row::<S, E>(panel, from, units, row);
-            }
             Weight::Quantized(weight) => {
-                for first in (0..units).step_by(TILE_UNITS) {
-                    let count = TILE_UNITS.min(units - first);
-                    weight.decode::<S, E>(panel, from + first, count, self.tile);
-                    self.add_products::<S>(TileOperands {
-                        x: x.add(first * E::X_WORDS),
-                        units: count,
-                        add: block > 0 || first > 0,
-                        ..operands
-                    });
-                }
+                self.add_quantized::<S>(weight, panel, from, operands);
+            }
+        }
+    }
+
+    /// Add the products with a quantized weight's units [from, from + operands.units) of a panel.
+    #[inline(always)]
+    unsafe fn add_quantized<S: Simd>(
+        &self,
+        weight: &QuantizedWeight,
+        panel: usize,
+        from: usize,
+        operands: TileOperands,
+    ) {
+        let products = RowProducts {
+            x: operands.x,
+            rows: self.rows,
+            out: operands.out,
+            out_stride: operands.out_stride,
+            add: operands.add,
+        };
+        // Few rows do not pay for writing what is decoded to memory.
+        if !E::DOT && weight.scales_sums() && self.rows <= S::TALL_ROWS {
+            return weight.add_rows::<S, E>(panel, from, operands.units, products);
+        }
+        if !E::DOT && !weight.scales_sums() && self.rows == 1 {
+            return weight.add_scaled_row::<S, E>(panel, from, operands.units, products);
+        }
+        let spare = self.tile.add(TILE_UNITS * PANEL).cast();
+        for first in (0..operands.units).step_by(TILE_UNITS) {
+            let count = TILE_UNITS.min(operands.units - first);
+            weight.decode::<S, E>(panel, from + first, count, self.tile);
+            for run in weight.runs_within(from + first, count) {
+                let skipped = run.first - from;
+                let scales = weight
+                    .scales_sums()
+                    .then(|| weight.run_scales::<S>(panel, run, spare));
+                self.add_products::<S>(TileOperands {
+                    x: operands.x.add(skipped * E::X_WORDS),
+                    w: self.tile.add((skipped - first) * PANEL),
+                    units: run.units,
+                    add: operands.add || skipped > 0,
+                    scales,
+                    ..operands
+                });
             }
         }
     }

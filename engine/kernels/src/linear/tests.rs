@@ -250,6 +250,16 @@ impl Coded {
         }
     }
 
+    /// The same, with groups of 16 columns or more side by side: sums of runs are scaled.
+    pub(crate) fn with_runs(mut self) -> Coded {
+        let columns = self.group_of.len().div_ceil(self.groups);
+        let size = columns.next_multiple_of(16);
+        for (column, group) in self.group_of.iter_mut().enumerate() {
+            *group = (column / size) as u32;
+        }
+        self
+    }
+
     pub(crate) fn pack(&self, shape: WeightShape) -> QuantizedWeight {
         let zeros = self.zeros.as_ref();
         let matrix = CodedMatrix {
@@ -269,24 +279,67 @@ impl Coded {
         if is_float(self.code_type) { 0.0 } else { ZERO }
     }
 
+    /// Place of the scale of a number.
+    fn place(&self, shape: WeightShape, row: usize, column: usize) -> usize {
+        debug_assert!(row < shape.outputs && column < shape.inputs);
+        row * self.groups + self.group_of[column] as usize
+    }
+
+    /// A code less its zero.
+    fn difference(&self, shape: WeightShape, row: usize, column: usize) -> f32 {
+        let code = self.codes[row * shape.inputs + column];
+        let number = match self.code_type {
+            CodeType::Fp8 => fp8_value(code),
+            CodeType::Fp4 => fp4_value(code),
+            _ => f32::from(code),
+        };
+        let zeros = self.zeros.as_ref();
+        number - zeros.map_or(self.zero(), |zeros| zeros[self.place(shape, row, column)])
+    }
+
     fn numbers(&self, shape: WeightShape) -> Stored {
         let values: Vec<f32> = (0..shape.outputs * shape.inputs)
             .map(|i| {
-                let place =
-                    i / shape.inputs * self.groups + self.group_of[i % shape.inputs] as usize;
-                let code = match self.code_type {
-                    CodeType::Fp8 => fp8_value(self.codes[i]),
-                    CodeType::Fp4 => fp4_value(self.codes[i]),
-                    _ => f32::from(self.codes[i]),
-                };
-                let zero = self
-                    .zeros
-                    .as_ref()
-                    .map_or(self.zero(), |zeros| zeros[place]);
-                (code - zero) * self.scales[place]
+                let row = i / shape.inputs;
+                let column = i % shape.inputs;
+                let scale = self.scales[self.place(shape, row, column)];
+                self.difference(shape, row, column) * scale
             })
             .collect();
         Stored::new(shape.dtype, &values)
+    }
+
+    /// A sum of runs as the module defines it, one operation after the other.
+    fn sum_of_runs(&self, shape: WeightShape, row: usize, x: &[f32]) -> f32 {
+        let pair = if shape.dtype == Dtype::Bf16 { 2 } else { 1 };
+        let mut total = 0.0_f32;
+        let mut start = 0;
+        while start < shape.inputs {
+            let tile_end = (start / (64 * pair) + 1) * 64 * pair;
+            let end = (start..shape.inputs.min(tile_end))
+                .find(|&column| self.group_of[column] != self.group_of[start])
+                .unwrap_or(shape.inputs.min(tile_end));
+            let mut sum = 0.0_f32;
+            for unit in (start..end).step_by(pair) {
+                for column in (unit..end.min(unit + pair)).rev() {
+                    sum = x[column].mul_add(self.difference(shape, row, column), sum);
+                }
+            }
+            total = self.scales[self.place(shape, row, start)].mul_add(sum, total);
+            start = end;
+        }
+        total
+    }
+
+    /// The sum in f64, and the sum of the products' magnitudes.
+    fn exact_sum(&self, shape: WeightShape, row: usize, x: &[f32]) -> (f64, f64) {
+        let products = (0..shape.inputs).map(|column| {
+            let scale = f64::from(self.scales[self.place(shape, row, column)]);
+            f64::from(x[column]) * f64::from(self.difference(shape, row, column)) * scale
+        });
+        products.fold((0.0, 0.0), |(sum, size), product| {
+            (sum + product, size + product.abs())
+        })
     }
 }
 
@@ -294,12 +347,12 @@ pub(crate) const CODE_TYPES: [CodeType; 4] =
     [CodeType::Int4, CodeType::Int8, CodeType::Fp8, CodeType::Fp4];
 
 #[test]
-fn quantized_weights_multiply_like_their_numbers_to_the_bit() {
+fn weights_with_reordered_groups_multiply_like_their_numbers_to_the_bit() {
     for dtype in [Dtype::F32, Dtype::Bf16] {
-        for (rows, inputs, outputs) in [(1, 1, 1), (3, 33, 65), (2, 514, 64), (60, 777, 130)] {
+        for (rows, inputs, outputs) in [(1, 34, 1), (3, 33, 65), (2, 514, 64), (60, 777, 130)] {
             let mut case = Case::new(dtype, rows, inputs, outputs, rows > 1);
             for code_type in CODE_TYPES {
-                for (groups, has_zeros) in [(1, false), (5, !is_float(code_type))] {
+                for (groups, has_zeros) in [(3, false), (5, !is_float(code_type))] {
                     let coded = Coded::new(code_type, case.shape, groups, has_zeros);
                     case.w = coded.numbers(case.shape);
                     let packed = case.packed();
@@ -319,18 +372,89 @@ fn quantized_weights_multiply_like_their_numbers_to_the_bit() {
 }
 
 #[test]
+fn sums_of_runs_are_scaled_in_the_order_of_the_definition_to_the_bit() {
+    let levels = Isa::available();
+    for dtype in [Dtype::F32, Dtype::Bf16] {
+        for (rows, inputs, outputs) in [(1, 1, 1), (3, 33, 65), (2, 514, 64), (14, 777, 130)] {
+            let case = Case::new(dtype, rows, inputs, outputs, false);
+            let x = case.x.values();
+            for code_type in CODE_TYPES {
+                for (groups, has_zeros) in [(1, false), (5, !is_float(code_type))] {
+                    let coded = Coded::new(code_type, case.shape, groups, has_zeros).with_runs();
+                    let sums = (0..rows * outputs).map(|i| {
+                        let x = &x[i / outputs * inputs..][..inputs];
+                        coded.sum_of_runs(case.shape, i % outputs, x)
+                    });
+                    let want = Stored::new(dtype, &sums.collect::<Vec<f32>>());
+                    let packed = coded.pack(case.shape);
+                    // Scalar code may round products.
+                    for &isa in levels.iter().filter(|&&isa| isa >= Isa::Avx2) {
+                        let got = case.multiply(isa, Weight::Quantized(&packed), 0, rows);
+                        assert!(
+                            got == want.1,
+                            "{isa:?} {code_type:?} {:?}, {groups} groups",
+                            case.shape
+                        );
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn sums_of_runs_are_within_their_bound_of_the_exact_ones() {
+    // A chain of 128 columns, one of their sums, and on the scalar level a rounding of each
+    // product.
+    const CHAIN: f64 = 2.0 * (128.0 + 16.0);
+    for (dtype, of_result) in [
+        (Dtype::F32, 2.0_f64.powi(-24)),
+        (Dtype::Bf16, 2.0_f64.powi(-8)),
+    ] {
+        let case = Case::new(dtype, 13, 1000, 70, false);
+        let x = case.x.values();
+        for code_type in CODE_TYPES {
+            let coded = Coded::new(code_type, case.shape, 8, !is_float(code_type)).with_runs();
+            let packed = coded.pack(case.shape);
+            for isa in Isa::available() {
+                let got = case.multiply(isa, Weight::Quantized(&packed), 0, case.rows);
+                for (i, got) in Stored(dtype, got).values().into_iter().enumerate() {
+                    let x = &x[i / 70 * 1000..][..1000];
+                    let (want, size) = coded.exact_sum(case.shape, i % 70, x);
+                    let room = size * CHAIN * 2.0_f64.powi(-24) + want.abs() * of_result;
+                    assert!(
+                        (f64::from(got) - want).abs() <= room,
+                        "{isa:?} {dtype:?} {code_type:?} [{i}]: {got} not {want}"
+                    );
+                }
+            }
+        }
+    }
+}
+
+#[test]
 fn row_of_a_quantized_product_has_the_same_bits_alone_and_in_any_batch() {
-    let case = Case::new(Dtype::Bf16, 230, 700, 333, true);
-    for code_type in CODE_TYPES {
-        let quantized = Coded::new(code_type, case.shape, 7, false).pack(case.shape);
-        let row_bytes = case.shape.outputs * 2;
-        let all = case.multiply(Isa::best(), Weight::Quantized(&quantized), 0, case.rows);
-        for (from, to) in [(0, 1), (17, 18), (3, 9), (100, 131), (29, 230)] {
-            let part = case.multiply(Isa::best(), Weight::Quantized(&quantized), from, to);
-            assert!(
-                part == all[from * row_bytes..to * row_bytes],
-                "{code_type:?} rows {from}..{to}"
-            );
+    for dtype in [Dtype::F32, Dtype::Bf16] {
+        let case = Case::new(dtype, 230, 700, 333, true);
+        let row_bytes = case.shape.outputs * dtype.bytes();
+        for code_type in CODE_TYPES {
+            let reordered = Coded::new(code_type, case.shape, 7, false);
+            let with_runs = Coded::new(code_type, case.shape, 7, !is_float(code_type)).with_runs();
+            for quantized in [reordered.pack(case.shape), with_runs.pack(case.shape)] {
+                let run =
+                    |isa, from, to| case.multiply(isa, Weight::Quantized(&quantized), from, to);
+                for isa in Isa::available() {
+                    // Counts of rows that are one pass over the codes, two, and tiles.
+                    let all = run(isa, 0, 230);
+                    let few = (1..=13).map(|count| (20, 20 + count));
+                    for (from, to) in few.chain([(100, 131), (29, 230)]) {
+                        assert!(
+                            run(isa, from, to) == all[from * row_bytes..to * row_bytes],
+                            "{isa:?} {dtype:?} {code_type:?} rows {from}..{to}"
+                        );
+                    }
+                }
+            }
         }
     }
 }

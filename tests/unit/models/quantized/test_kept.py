@@ -27,7 +27,8 @@ if ops.quantized_kernel(torch.float32, torch.device("cpu")) is None:
 
 from baton.layers.ops_cpu import PackedWeight, QuantizedWeight
 
-FORMATS = ["fp8-ragged", "int-asymmetric", "packed-int4-order", "packed-int5", "awq", "gptq-int2"]
+FORMATS = ["fp8-ragged", "int-asymmetric", "packed-int5", "awq", "gptq-int2"]
+REORDERED = ["packed-int4-order", "gptq-order"]
 
 
 def packed_logits(path: Path, dtype: str, prompt: list[int]) -> torch.Tensor:
@@ -36,19 +37,61 @@ def packed_logits(path: Path, dtype: str, prompt: list[int]) -> torch.Tensor:
     return ModelLoop(model, "cpu", page_size=4).prompt_logits(prompt, 7)
 
 
-@pytest.mark.parametrize(
-    ("variant", "name"), [*(("llama", name) for name in FORMATS), ("gpt-oss", "mxfp4")]
-)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_logits_are_those_of_dequantized_weights_to_the_bit(
+def both_logits(
     tmp_path: Path, variant: str, name: str, dtype: str
-) -> None:
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of a quantized checkpoint, and of its numbers as a plain one."""
     quantized, plain = quantize(make_checkpoint(variant, tmp_path / "m"), name, tmp_path)
     layer = load_model(quantized, dtype).weights.layers[0]
     matrix = layer.mlp.down[0] if isinstance(layer.mlp, MoeBlock) else layer.attention.qkv
     assert isinstance(matrix, QuantizedWeight)
     prompt = torch.randint(0, VOCAB, (33,), generator=torch.Generator().manual_seed(1)).tolist()
-    assert torch.equal(packed_logits(quantized, dtype, prompt), packed_logits(plain, dtype, prompt))
+    return packed_logits(quantized, dtype, prompt), packed_logits(plain, dtype, prompt)
+
+
+@pytest.mark.parametrize(
+    ("variant", "name"), [*(("llama", name) for name in FORMATS), ("gpt-oss", "mxfp4")]
+)
+def test_logits_are_those_of_dequantized_weights(tmp_path: Path, variant: str, name: str) -> None:
+    ours, plain = both_logits(tmp_path, variant, name, "float32")
+    torch.testing.assert_close(ours, plain, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_numbers_are_not_rounded_to_bfloat16(tmp_path: Path, name: str) -> None:
+    source = make_checkpoint("llama", tmp_path / "m")
+    quantized, _ = quantize(source, name, tmp_path)
+    matrix = load_model(quantized, "bfloat16").weights.layers[0].mlp.gate_up
+    exact = load_model(quantized, "float32").weights.layers[0].mlp.gate_up
+    assert isinstance(matrix, QuantizedWeight)
+    assert isinstance(exact, QuantizedWeight)
+    x = torch.randn(300, matrix.shape[1], generator=torch.Generator().manual_seed(2)).bfloat16()
+    numbers = exact.gather_rows(torch.arange(exact.shape[0])).double()
+    want = x.double() @ numbers.t()
+    # Only the result is rounded, to 8 bits.
+    room = want.abs() * 2**-8 + 1e-5
+    assert ((matrix.multiply(x).double() - want).abs() <= room).all()
+
+
+@pytest.mark.parametrize("name", REORDERED)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_with_reordered_groups_are_those_of_dequantized_weights_to_the_bit(
+    tmp_path: Path, name: str, dtype: str
+) -> None:
+    assert torch.equal(*both_logits(tmp_path, "llama", name, dtype))
+
+
+@pytest.mark.parametrize("code_type", ["int4", "fp8"])
+def test_zero_points_without_exact_differences_are_refused(code_type: Any) -> None:
+    with pytest.raises(ValueError, match=f"zero point 0.5 of {code_type} codes"):
+        QuantizedWeight(
+            code_type,
+            torch.zeros(3, 4, dtype=torch.uint8),
+            scales=torch.ones(3, 1),
+            zeros=torch.full((3, 1), 0.5),
+            column_group=torch.zeros(4, dtype=torch.int32),
+            dtype=torch.float32,
+        )
 
 
 @pytest.mark.parametrize("name", ["fp8-block", "int-quantized", "awq", "packed-int4", "mxfp4"])
