@@ -298,13 +298,16 @@ class WatchedScheduler(Scheduler):
         groups = state.memory.cache.groups
         block_locks: list[Counter[int]] = [Counter() for _ in groups]
         pages: dict[object, int] = {}
+        of_kind: dict[str, set[int]] = {group.rule.kind: {NO_PAGE} for group in groups}
         slots = list(state.slots)
         for seq in state.seqs.values():
             private.extend(seq.private)
             private.extend(seq.state_pages)
+            of_kind.get("state", set()).update(seq.state_pages)
             assert seq.private <= set(seq.pages)
             for group, held, block_counts in zip(groups, seq.further, block_locks, strict=False):
                 private.extend(held.private)
+                of_kind[group.rule.kind].update(held.pages)
                 assert len(held.pages) == len(seq.pages) * group.width
                 for place in range(len(seq.pages)):
                     block = list(held.pages[place * group.width : (place + 1) * group.width])
@@ -340,6 +343,10 @@ class WatchedScheduler(Scheduler):
             )
             num_locked += len(block_counts) * group.width
         assert num_locked == state.memory.cache.locked_pages
+        usage = state.memory.further_usage(state.seqs.values())
+        assert {kind: usage[kind].held for kind in usage} == {
+            kind: len(held) - 1 for kind, held in of_kind.items()
+        }
         for node, count in locks.items():
             assert node.locks == count, "locks differ from holders"  # type: ignore[attr-defined]
 

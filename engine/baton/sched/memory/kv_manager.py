@@ -32,7 +32,7 @@ one plan, the next.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from baton.cache.group_pages import NO_PAGE, GroupPages, GroupUsage
 from baton.cache.host import CopyRun, HostPage, HostTier
@@ -182,8 +182,12 @@ class KvManager:
         further = sum(len(held.private) for held in seq.further)
         return len(seq.private) + further + len(seq.state_pages)
 
-    def further_usage(self, seqs: Iterable[Seq]) -> dict[str, GroupUsage]:
-        """Pages of the further groups by their kind. `seqs`: all that there are."""
+    def further_usage(self, seqs: Collection[Seq]) -> dict[str, GroupUsage]:
+        """Pages of the further groups by their kind; states that travel are states, too.
+
+        Args:
+            seqs: all that there are.
+        """
         usage: dict[str, GroupUsage] = {}
         tables = [seq.further for seq in seqs if seq.further]
         for index, group in enumerate(self._groups):
@@ -191,6 +195,8 @@ class KvManager:
             of_kind = usage.setdefault(group.rule.kind, GroupUsage())
             of_kind.held += group.locked_pages + private
             of_kind.cached += group.evictable_pages
+            if group is self._states:
+                of_kind.held += sum(len(seq.state_pages) for seq in seqs)
         return usage
 
     def prompt_pages(self, seq: Seq, cached_pages: int) -> int:
