@@ -350,6 +350,8 @@ class SchedulerState:
 
         Suspended or waiting again: its last step was in flight when it was suspended.
         """
+        # Behind pages that the tree has without a snapshot, its own are not published while it runs.
+        self.memory.publish(seq, leaves=True)
         self.dequeue(seq)
         self.stats.on_withdrawn(seq)
         for table in (self.running, self.suspended, self.retained):
