@@ -350,7 +350,7 @@ class SchedulerState:
 
         Suspended or waiting again: its last step was in flight when it was suspended.
         """
-        # Behind pages that the tree has without a snapshot, its own are not published while it runs.
+        # While it ran, pages behind some that the tree has without a snapshot were not published.
         self.memory.publish(seq, leaves=True)
         self.dequeue(seq)
         self.stats.on_withdrawn(seq)
