@@ -52,7 +52,7 @@ def prompts_of(rng: random.Random, lengths: list[int]) -> list[list[int]]:
 
 
 @contextmanager
-def pair_of(ref: Reference, transport: str = "shm", **flags: object) -> Iterator[Any]:
+def pair_of(ref: Reference, transport: str = "shm", /, **flags: object) -> Iterator[Any]:
     """A pair that is idle and whose ledgers balance at the end."""
     pair = pair_module.Pair(ref.path, transport, **{**FLAGS, **flags})
     try:
