@@ -52,7 +52,7 @@ def prompts_of(rng: random.Random, lengths: list[int]) -> list[list[int]]:
 
 
 @contextmanager
-def pair_of(ref: Reference, transport: str = "shm", **flags: object) -> Iterator[Any]:
+def pair_of(ref: Reference, transport: str = "shm", /, **flags: object) -> Iterator[Any]:
     """A pair that is idle and whose ledgers balance at the end."""
     pair = pair_module.Pair(ref.path, transport, **{**FLAGS, **flags})
     try:
@@ -160,6 +160,23 @@ def test_answer_resumed_by_another_pair_goes_on_as_it_would_have(
             assert pair.answer([known], greedy(40 - received)) == [want[received:]]
             pair.d.engine.sched.flush_cache()
         assert p.hit_tokens["device"] >= 6 * 64, "P restarts from its snapshots"
+
+
+def test_prompts_that_share_a_beginning_are_found_whole_on_the_prefill_node(
+    reference: Callable[[str], Reference],
+) -> None:
+    """Computed together: the tree has no snapshot where they part."""
+    ref = reference(WITH_STATES[0])
+    prompts = prompts_of(random.Random(10), [70, 90, 110])[::2]
+    prompts.append(prompts[1][:60] + prompts[0][:50])
+    want = ref.answers(prompts, 4)
+    with pair_of(ref) as pair:
+        assert pair.answer(prompts, greedy(4)) == want
+        rooms = pair.submit(prompts, greedy(4))
+        pair.until(lambda: pair.d.finished.issuperset(rooms))
+        found = [pair.d.cached[room] for room in rooms]
+        assert found == [(len(prompt) - 1) // PAGE * PAGE for prompt in prompts]
+        pair.until(lambda: pair.p.engine.sched.is_idle and pair.d.engine.sched.is_idle)
 
 
 def test_only_the_state_travels_where_the_decode_node_has_all_other_pages(

@@ -340,10 +340,11 @@ def is_joint(name: str) -> bool:
 
 
 def is_linear(name: str) -> bool:
-    """Tell matrices that writers quantize from heads, embeddings, routers and norms."""
+    """Tell matrices that writers quantize from heads, embeddings, routers, norms and convolutions."""
     if not name.startswith("model.layers.") or not name.endswith(".weight"):
         return False
-    return not name.endswith((".gate.weight", "_gate.weight", ".router.weight", "norm.weight"))
+    others = (".gate.weight", "_gate.weight", ".router.weight", "norm.weight", "conv1d.weight")
+    return not name.endswith(others)
 
 
 def quantize(source: Path, name: str, folder: Path) -> tuple[Path, Path]:

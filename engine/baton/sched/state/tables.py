@@ -350,6 +350,8 @@ class SchedulerState:
 
         Suspended or waiting again: its last step was in flight when it was suspended.
         """
+        # While it ran, pages behind some that the tree has without a snapshot were not published.
+        self.memory.publish(seq, leaves=True)
         self.dequeue(seq)
         self.stats.on_withdrawn(seq)
         for table in (self.running, self.suspended, self.retained):

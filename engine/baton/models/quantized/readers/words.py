@@ -23,6 +23,9 @@ def unpack_values(words: Tensor, values: slice, bits: int) -> Tensor:
     start_bit = values.start * bits - first_word * WORD_BITS
     if 8 % bits == 0:
         # No value lies across the border of two bytes.
+        # A single word per row counts as contiguous whatever lies between rows.
+        if words.stride(-1) != 1:
+            words = words.clone(memory_format=torch.contiguous_format)
         in_bytes = words.contiguous().view(torch.uint8)
         shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
         spread = (in_bytes.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
