@@ -27,7 +27,7 @@ from baton_ops.sim import main as sim
 GOLDEN = Path(__file__).parents[1] / "golden"
 LOOKS = {
     "next_deadline", "drain_events", "ledger", "host_ledger", "is_alive", "in_rooms", "leased", "handles",
-    "would_draft",
+    "draft_lengths",
 }  # fmt: skip
 """Public methods of Scheduler that decide nothing. A new method belongs here or into replay.INPUTS."""
 
