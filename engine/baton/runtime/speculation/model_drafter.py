@@ -12,9 +12,9 @@ The draft model runs on a runner of its own, by plans that are made here. A call
 K and V of drafts are not kept: the next call computes those tokens that were accepted together
 with the one behind them, in the same step.
 
-Pages: those of the sequence (draft_pages). Its page table may end in front of its last token and
-of its drafts, which get pages when they are planned: they are computed in scratch pages of the
-slot, and again later.
+Pages: those of the sequence (draft_pages). A sequence that is ready to decode has pages for all
+tokens but the last; that one and the drafts get theirs when they are planned. Where they have none
+they are computed in scratch pages of the slot, and again later.
 
 Invariant: of a page that several sequences share a plan writes each slot once.
 """
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
 from baton.runtime.speculation.draft_pages import DraftPages
@@ -79,23 +79,22 @@ class DraftedSeq:
     start: int
     """First token to compute: those in front have their K and V."""
     pages: array[int]
-    """With scratch pages behind."""
+    """Those of the sequence, and scratch pages behind."""
     tokens: array[int]
     """Drafts so far."""
 
 
 def drafting_params(params: SamplingParams) -> SamplingParams:
-    """How the draft model draws: as the request says, without what depends on the tokens so far
-    and without what nobody reads.
+    """How the draft model draws: as the request says, with the same numbers for each position, but
+    without a grammar, whose refused drafts are cut off later, and without logprobs.
     """
-    return SamplingParams(
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        min_p=params.min_p,
-        seed=params.seed,
-        logit_bias=params.logit_bias,
-        allowed_tokens=params.allowed_tokens,
+    return replace(
+        params,
+        grammar="",
+        reasoning=None,
+        logprobs=-1,
+        logprob_token_ids=(),
+        prompt_logprobs=-1,
     )
 
 
@@ -166,7 +165,9 @@ class ModelDrafter:
             if not written.isdisjoint(own):
                 continue
             written.update(own)
-            ready[handle] = DraftedSeq(seq, drafts, start, self._with_scratch(seq), array("i"))
+            ready[handle] = DraftedSeq(
+                seq, drafts, start, self._pages_for(seq, drafts), array("i")
+            )
         self.is_catching_up = bool(late)
         self.seconds = 0.0
         self._catch_up(late)
@@ -178,11 +179,12 @@ class ModelDrafter:
         """The sequence's own pages that hold tokens from `start` on."""
         return seq.pages[start // self._limits.page_size :]
 
-    def _with_scratch(self, seq: Seq) -> array[int]:
-        """The sequence's pages with those of its slot behind them."""
+    def _pages_for(self, seq: Seq, drafts: int) -> array[int]:
+        """Pages for the sequence's tokens and its drafts but the last, which is not computed."""
         limits = self._limits
         first = limits.first_scratch_page + seq.slot * limits.scratch_pages
-        return seq.pages + array("i", range(first, first + limits.scratch_pages))
+        pages = seq.pages + array("i", range(first, first + limits.scratch_pages))
+        return pages[: -(-(len(seq.tokens) + drafts - 1) // limits.page_size)]
 
     # ------------------------------------------------------------------ catching up
 
@@ -202,7 +204,8 @@ class ModelDrafter:
                 continue
             written.update(own)
             tokens = seq.tokens[start:end]
-            rows.append(Row(seq.handle, seq.slot, start, end - start, False, tokens, 0, seq.pages))
+            pages = seq.pages[: -(-end // self._limits.page_size)]
+            rows.append(Row(seq.handle, seq.slot, start, end - start, False, tokens, 0, pages))
             ends.append((seq, start, end))
             room -= end - start
         if not rows:
@@ -261,8 +264,8 @@ class ModelDrafter:
                     drafted.seq.handle,
                     drafted.seq.slot,
                     self._params[drafted.seq.handle],
-                    len(drafted.seq.tokens),
-                    NO_TOKENS,
+                    drafted.seq.prompt_len,
+                    drafted.seq.tokens,
                 )
                 for drafted in admitted
             ),

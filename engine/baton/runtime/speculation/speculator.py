@@ -37,7 +37,7 @@ from baton.runtime.speculation.model_drafter import LONGEST_ROW, ModelDrafter
 from baton.sched.planner.draft_lengths import NO_DRAFTING_COSTS, DraftingCosts
 from baton.sched.types.draft_offer import DraftOffer
 from baton.sched.types.plan import StepPlan
-from baton.sched.types.sequence import Seq, SeqState
+from baton.sched.types.sequence import Seq, SeqState, is_ready_to_decode
 
 LOOK_INTERVAL = 8
 LINGER = 4
@@ -288,6 +288,9 @@ class ModelSpeculator(Speculator):
         return self._make_offer(followed, tokens, followed.acceptance.share)
 
     def _can_draft(self, seq: Seq) -> bool:
+        # A sequence that was sent back has no pages for its tokens yet.
+        if not is_ready_to_decode(seq):
+            return False
         behind = self._model.count_behind(seq)
         left = seq.max_total_tokens - len(seq.tokens)
         # The answer would be over before it has drafts, or soon after.
