@@ -159,9 +159,7 @@ def draft_scratch_pages(config: EngineConfig) -> int:
     return -(-config.speculative_num_draft_tokens // config.page_size)
 
 
-def _check_module(
-    config: EngineConfig, path: Path, nodes: int, draft: DraftModelSizes
-) -> None:
+def _check_module(config: EngineConfig, path: Path, nodes: int, draft: DraftModelSizes) -> None:
     """The memory of a module's weights, as far as files tell; its class checks them as it loads."""
     if config.load_format == "dummy":
         return

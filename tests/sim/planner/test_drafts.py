@@ -360,7 +360,12 @@ def test_the_choice_is_the_best_of_all() -> None:
         acceptances = [rng.random() for _ in range(rng.randint(1, 3))]
         candidates = [DraftCandidate(i, rng.randint(0, 4), a) for i, a in enumerate(acceptances)]
         rows = len(candidates) + rng.randint(0, 4)
-        costs = StepCosts(rng.uniform(0.5, 2), rng.uniform(0.01, 0.5), rng.choice([0.0, 0.2]))
+        costs = StepCosts(
+            rng.uniform(0.5, 2),
+            rng.uniform(0.01, 0.5),
+            rng.choice([0.0, 0.2]),
+            rng.choice([0.0, 0.1, 0.4]),
+        )
 
         def speed(
             lengths: dict[int, int],
@@ -373,6 +378,7 @@ def test_the_choice_is_the_best_of_all() -> None:
             )
             drafts = sum(lengths.values())
             seconds = costs.plain + costs.per_draft * drafts + costs.wait * bool(drafts)
+            seconds += costs.per_drafting_step * max(lengths.values(), default=0)
             return (rows + gain) / seconds
 
         options: list[dict[int, int]] = [{}]

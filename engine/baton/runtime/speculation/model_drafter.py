@@ -165,9 +165,7 @@ class ModelDrafter:
             if not written.isdisjoint(own):
                 continue
             written.update(own)
-            ready[handle] = DraftedSeq(
-                seq, drafts, start, self._pages_for(seq, drafts), array("i")
-            )
+            ready[handle] = DraftedSeq(seq, drafts, start, self._pages_for(seq, drafts), array("i"))
         self.is_catching_up = bool(late)
         self.seconds = 0.0
         self._catch_up(late)
@@ -212,18 +210,17 @@ class ModelDrafter:
             return
         ((_, seconds),) = self._run([self._make_plan(rows)])
         count = sum(end - start for _, start, end in ends)
-        self._catch_up_times.observe(1.0, count, seconds)
+        self._catch_up_times.observe(count, 0.0, seconds)
         for seq, start, end in ends:
             self._pages.fill(seq.pages, start, end)
 
     def _most_catch_up_tokens(self) -> int:
-        times = self._catch_up_times
-        if times.ratio is None:
+        per_token = self._catch_up_times.ratio
+        if per_token is None:
             return FIRST_CATCH_UP_TOKENS
-        if times.b <= 0:
+        if per_token * MOST_CATCH_UP_TOKENS <= CATCH_UP_SECS:
             return MOST_CATCH_UP_TOKENS
-        tokens = int((CATCH_UP_SECS - times.a) / times.b)
-        return min(max(tokens, LONGEST_ROW), MOST_CATCH_UP_TOKENS)
+        return max(int(CATCH_UP_SECS / per_token), LONGEST_ROW)
 
     # ------------------------------------------------------------------ drafting
 
@@ -247,9 +244,7 @@ class ModelDrafter:
     def _first_row(self, drafted: DraftedSeq) -> Row:
         seq = drafted.seq
         tokens = seq.tokens[drafted.start :]
-        return Row(
-            seq.handle, seq.slot, drafted.start, len(tokens), True, tokens, 0, drafted.pages
-        )
+        return Row(seq.handle, seq.slot, drafted.start, len(tokens), True, tokens, 0, drafted.pages)
 
     def _make_plan(self, rows: Sequence[Row], admitted: Sequence[DraftedSeq] = ()) -> StepPlan:
         """Args: `admitted`: sequences whose rows draw their first draft."""

@@ -4,9 +4,9 @@
    waiting for the device: it compares its last proposals with the tokens that came, whether a step
    had them as drafts or not, and proposes again. So acceptance is measured where nothing is
    drafted, at no cost but the host's.
-2. Where the scheduler would draft (Scheduler.draft_lengths), the loop waits for the steps in flight,
-   because drafts follow the last token, and offers what is proposed then; it does so before each
-   step until LINGER steps in a row had no drafts.
+2. Where the scheduler would draft (Scheduler.draft_lengths), the loop waits for the steps in
+   flight, because drafts follow the last token, and offers what is proposed then; it does so before
+   each step until LINGER steps in a row had no drafts.
 
 The scheduler decides how many of the drafts a row gets (sched.planner.drafts). Grammars: their
 forced tokens are offered before any other, and drafts end in front of the first token that a

@@ -81,8 +81,7 @@ def resolve(model_path: str, flag: str = "--model-path") -> Path:
         path = model_directory(flag, model_path)
     if not is_given(path / "config.json"):
         raise ConfigError(
-            f"{flag} {model_path}: {path} has no config.json; give a Hugging Face model "
-            "directory"
+            f"{flag} {model_path}: {path} has no config.json; give a Hugging Face model directory"
         )
     return path.resolve()
 
