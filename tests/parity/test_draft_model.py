@@ -10,15 +10,18 @@ from pathlib import Path
 
 import pytest
 
+from baton.config import build_config
+from baton.errors import ConfigError
+from baton.models.checkpoint import read_draft_spec
 from baton.runtime.engine_loop import EngineLoop
-from baton.sched.types.request import SamplingParams
 from tests.parity.conftest import Reference
 from tests.parity.test_engine import prompts_of
-from tests.parity.test_preempted_tokens import LENGTHS, SEEDED, STEPS, storm
+from tests.parity.test_preempted_tokens import LENGTHS, STEPS, storm
 from tests.parity.test_speculation import PROMPTS, SAMPLING, run
 from tests.support.engines.draft_model import count_drafts, draft_always, with_draft
 from tests.support.engines.engine_run import answer, greedy, make_engine
 from tests.support.grammars.engines import follow_grammars, make_store
+from tests.support.models.checkpoints import variant_config
 from tests.support.models.truncated import truncate_checkpoint
 
 pair_module = pytest.importorskip(
@@ -61,14 +64,15 @@ def test_answers_are_those_without_drafts(
         drafted, drawn = count_drafts(drafting)
         if name not in ENDS_EARLY:
             assert drafted > 30
-            assert (drawn == drafted) is (draft == path), "a model agrees with itself"
+            agrees = draft == path and params.temperature == 0
+            assert (drawn == drafted) is agrees, "a model's most likely token is its own"
         drafting.close()
 
 
 def test_choices_of_one_prompt(reference: Callable[[str], Reference]) -> None:
     """Sequences that share pages from the first token on."""
     path = reference("llama").path
-    params = SamplingParams(max_new_tokens=20, temperature=1.5, seed=1)
+    params = greedy(20)
     prompts = [list(range(40, 110))] * 4
     plain = make_engine(path)
     want = run(plain, params, prompts)
@@ -118,17 +122,12 @@ def test_no_draft_follows_from_a_page_of_another_text(
         make_engine(ref.path, page_size=page_size, **flags, **with_draft(ref.path))
     )
     want = ref.answers(prompts, STEPS)
-    for repeat in range(2):
+    for repeat in range(3):
         disturb = storm(engine, random.Random(repeat))
         assert answer(engine, prompts, greedy(STEPS), disturb=disturb) == want
-    disturb = storm(engine, random.Random(2))
-    sampled = answer(engine, prompts, SEEDED, disturb=disturb)
     drafted, drawn = count_drafts(engine)
-    assert drawn == drafted > 20
+    assert drawn == drafted > 15
     engine.close()
-    plain = make_engine(ref.path, page_size=page_size)
-    assert answer(plain, prompts, SEEDED) == sampled
-    plain.close()
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -137,7 +136,7 @@ def test_a_decode_node_accepts_as_many_drafts_as_a_single_node(
 ) -> None:
     """It computes the draft model's part of the prompts that P has computed."""
     ref = reference("llama")
-    steps = len(ref.greedy[0])
+    steps = 24
     # Where the first step of an answer is planned ahead, it has no drafts on the node that computed
     # the prompt.
     flags: dict[str, object] = {"disable_overlap_schedule": True, **with_draft(half_llama)}
@@ -153,7 +152,7 @@ def test_a_decode_node_accepts_as_many_drafts_as_a_single_node(
         drafted, drawn = count_drafts(single)
         assert count_drafts(pair.d.engine) == (drafted, drawn)
         assert 0 < drawn < drafted
-        assert pair.answer(ref.prompts, greedy(steps)) == ref.greedy
+        assert pair.answer(ref.prompts, greedy(steps)) == ref.answers(ref.prompts, steps)
     finally:
         pair.close()
         single.close()
@@ -168,3 +167,11 @@ def test_a_long_prompt_is_caught_up_with_in_parts(reference: Callable[[str], Ref
     drafted, drawn = count_drafts(engine)
     assert drawn == drafted > 60
     engine.close()
+
+
+def test_a_model_with_states_is_refused(tmp_path: Path) -> None:
+    """It could not take back the tokens of a draft."""
+    variant_config("qwen3-next").save_pretrained(tmp_path)
+    config = build_config({"load_format": "dummy", **with_draft(tmp_path)})
+    with pytest.raises(ConfigError, match="keeps a state per sequence, which cannot take back"):
+        read_draft_spec(config)

@@ -88,9 +88,7 @@ class Setup:
 
     def rows(self) -> list[list[tuple[int, int, int]]]:
         """Sequence, first token and number of tokens of each row of each plan."""
-        return [
-            [(row.handle, row.start, row.n) for row in plan.rows] for plan in self.model.plans
-        ]
+        return [[(row.handle, row.start, row.n) for row in plan.rows] for plan in self.model.plans]
 
 
 @pytest.fixture
@@ -217,5 +215,3 @@ def test_texts_longer_than_the_draft_model_was_made_for_are_not_drafted(setup: S
     seq = setup.start(0, 500)
     assert setup.drafter.has_room(seq, 500)
     assert not setup.drafter.has_room(seq, 501)
-
-
