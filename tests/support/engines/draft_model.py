@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from baton.runtime.engine_loop import EngineLoop
+from baton.runtime.speculation.model_drafter import TimedResult
 from baton.runtime.speculation.speculator import ModelSpeculator
+from baton.sched.types.plan import StepPlan
 
 
 def with_draft(path: Path | str, most: int = 4) -> dict[str, object]:
@@ -35,3 +40,36 @@ def count_drafts(engine: EngineLoop) -> tuple[int, int]:
         counters[f"spec_decode_num_{kind}_tokens_total"] for kind in ("draft", "accepted")
     )
     return int(drafted), int(drawn)
+
+
+def script_drafts(
+    engine: EngineLoop, answers: Mapping[tuple[int, ...], Sequence[int]], right: float
+) -> None:
+    """Let the draft model compute all that it would, and draft tokens of which this share is right.
+
+    Args:
+        answers: by prompt.
+    """
+    assert isinstance(engine.speculator, ModelSpeculator)
+    drafter = engine.speculator._model
+    run_plans = drafter._run_plans
+    rng = random.Random(0)
+
+    def draw(handle: int, position: int) -> int:
+        seq = drafter._seqs[handle]
+        answer = answers.get(tuple(seq.req.prompt), ())
+        place = position - seq.prompt_len
+        # The first answers to a prompt are not known yet.
+        if place >= len(answer):
+            return 0
+        token = answer[place]
+        return token if rng.random() < right else token ^ 1
+
+    def run_scripted(plans: Sequence[StepPlan]) -> list[TimedResult]:
+        results = []
+        for plan, (result, seconds) in zip(plans, run_plans(plans), strict=True):
+            tokens = [draw(row.handle, row.start + row.n) for row in plan.rows if row.sample]
+            results.append((replace(result, tokens=tokens), seconds))
+        return results
+
+    drafter._run_plans = run_scripted
