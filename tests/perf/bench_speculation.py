@@ -4,8 +4,8 @@
         [--rounds N] [--threads N] [--tokens N]
     python -m tests.perf.bench_speculation --scripted-acceptance 0.8 [--rounds N] [--threads N] [--tokens N]
 
-Two engines have the same model, one with --speculative-algorithm NGRAM, or STANDALONE with a draft model. A round answers the prompts of a row on each
-in turn; the answers are compared token by token, and the ratio is of their times, taken within a round.
+Two engines have the same model, one with --speculative-algorithm NGRAM, or STANDALONE with a draft model. A round
+answers the prompts of a row on each in turn; the answers are compared token by token, and the ratio is of their times, taken within a round.
 
 * steps: time of a step whose only row has 1, 2, 4 and 8 tokens, over that of one token;
 * edit: a function of 20 lines, to be repeated with one name changed;
@@ -14,8 +14,9 @@ in turn; the answers are compared token by token, and the ratio is of their time
 * free: an open question, sampled at temperature 1;
 * batch: 32 open questions at once.
 
-With --scripted-acceptance a random model of 0.6 B parameters has a random draft model of 75 M, which computes all that
-it would, but whose drafts are right with this probability: 1, 4 and 16 answers at once, to short prompts and a long one.
+With --scripted-acceptance a random model of 0.6 B parameters has a random draft model of 75 M, which computes all
+that it would, but whose drafts are right with this probability: 1, 4 and 16 answers at once, to short prompts and a
+long one.
 """
 
 from __future__ import annotations
