@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ from tests.support.models.truncated import truncate_checkpoint
 pair_module = pytest.importorskip(
     "tests.support.engines.pair", reason="needs the native module: make setup", exc_type=ImportError
 )
-FLAGS: list[dict[str, object]] = [
+FLAGS: list[dict[str, Any]] = [
     {"page_size": 1},
     {"page_size": 4, "chunked_prefill_size": 16},
     {"page_size": 16, "disable_overlap_schedule": True},
@@ -52,7 +53,7 @@ def test_answers_are_those_without_drafts(
     path = reference("llama").path
     params = SAMPLING[name]
 
-    def engine(**flags: object) -> EngineLoop:
+    def engine(**flags: Any) -> EngineLoop:
         return follow_grammars(make_engine(path, **flags), make_store(path))
 
     plain = engine()
@@ -111,7 +112,7 @@ def test_windows_and_latents_of_both_models(
     ids=["small", "host", "no-cache"],
 )  # fmt: skip
 def test_no_draft_follows_from_a_page_of_another_text(
-    reference: Callable[[str], Reference], page_size: int, flags: dict[str, object]
+    reference: Callable[[str], Reference], page_size: int, flags: dict[str, Any]
 ) -> None:
     """Pages are evicted, handed to others, copied to the host and back under sequences that are
     sent back and suspended; with K and V of another text a draft would be wrong.
@@ -139,7 +140,7 @@ def test_a_decode_node_accepts_as_many_drafts_as_a_single_node(
     steps = 24
     # Where the first step of an answer is planned ahead, it has no drafts on the node that computed
     # the prompt.
-    flags: dict[str, object] = {"disable_overlap_schedule": True, **with_draft(half_llama)}
+    flags: dict[str, Any] = {"disable_overlap_schedule": True, **with_draft(half_llama)}
     single = draft_always(make_engine(ref.path, **flags))
     pair = pair_module.Pair(ref.path, transport, d_more=flags)
     try:

@@ -5,7 +5,8 @@
     python -m tests.perf.bench_speculation --scripted-acceptance 0.8 [--rounds N] [--threads N] [--tokens N]
 
 Two engines have the same model, one with --speculative-algorithm NGRAM, or STANDALONE with a draft model. A round
-answers the prompts of a row on each in turn; the answers are compared token by token, and the ratio is of their times, taken within a round.
+answers the prompts of a row on each in turn; the answers are compared token by token, and the ratio is of their times,
+taken within a round.
 
 * steps: time of a step whose only row has 1, 2, 4 and 8 tokens, over that of one token;
 * edit: a function of 20 lines, to be repeated with one name changed;
@@ -266,7 +267,7 @@ def compare_scripted(right: float, rounds: int, threads: int, tokens: int) -> No
     with tempfile.TemporaryDirectory() as folder:
         target = write_shape(Path(folder) / "target", TARGET_SHAPE)
         draft = write_shape(Path(folder) / "draft", DRAFT_SHAPE)
-        flags: dict[str, object] = {"load_format": "dummy", "has_grammars": False}
+        flags: dict[str, Any] = {"load_format": "dummy", "has_grammars": False}
         plain = Arm(target, threads, **flags)
         drafting = Arm(target, threads, **flags, **with_draft(draft, most=8))
     answers: dict[tuple[int, ...], list[int]] = {}
@@ -313,7 +314,9 @@ def main() -> None:
     path: Path = args.model_path
     plain = Arm(path, args.threads)
     draft: Path | None = args.speculative_draft_model_path
-    flags = {"speculative_algorithm": "NGRAM"} if draft is None else with_draft(draft, most=16)
+    flags: dict[str, Any] = (
+        {"speculative_algorithm": "NGRAM"} if draft is None else with_draft(draft, most=16)
+    )
     drafting = Arm(path, args.threads, **flags)
     print(f"{path.name}, {args.threads} threads, torch {torch.__version__}")
     time_steps(plain, args.rounds)

@@ -6,6 +6,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from baton.runtime.engine_loop import EngineLoop
 from baton.runtime.speculation.model_drafter import TimedResult
@@ -13,7 +14,7 @@ from baton.runtime.speculation.speculator import ModelSpeculator
 from baton.sched.types.plan import StepPlan
 
 
-def with_draft(path: Path | str, most: int = 4) -> dict[str, object]:
+def with_draft(path: Path | str, most: int = 4) -> dict[str, Any]:
     """Flags for a draft model."""
     return {
         "speculative_algorithm": "STANDALONE",

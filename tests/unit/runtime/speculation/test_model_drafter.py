@@ -80,6 +80,11 @@ class Setup:
         self.drafter.start(seq)
         return seq
 
+    def take_page(self) -> int:
+        pages = self.allocator.alloc(1)
+        assert pages is not None
+        return pages[0]
+
     def propose(self, *asked: tuple[Seq, int]) -> list[list[int]]:
         self.model.plans.clear()
         handles = [seq.handle for seq, _ in asked]
@@ -112,8 +117,7 @@ def test_tokens_that_came_are_computed_with_the_next_draft(setup: Setup) -> None
     seq = setup.start(0, 7)
     setup.propose((seq, 3))
     seq.tokens.extend((7, 8))
-    (page,) = setup.allocator.alloc(1) or ()
-    seq.pages.append(page)
+    seq.pages.append(setup.take_page())
     assert setup.propose((seq, 1)) == [[9]]
     assert setup.rows() == [[(0, 7, 2)]]
 
@@ -130,8 +134,7 @@ def test_what_has_no_page_is_computed_in_scratch_pages_and_again(setup: Setup) -
     assert setup.propose((seq, 8)) == [list(range(9, 17))]
     scratch = NUM_PAGES + 2 * SCRATCH
     assert setup.model.tables[2] == [*seq.pages, scratch, scratch + 1]
-    (page,) = setup.allocator.alloc(1) or ()
-    seq.pages.append(page)
+    seq.pages.append(setup.take_page())
     seq.tokens.extend((9, 10))
     setup.propose((seq, 1))
     assert setup.rows() == [[(2, 8, 3)]]
@@ -143,7 +146,7 @@ def test_a_page_that_was_handed_out_again_is_computed_again(setup: Setup, is_las
     setup.propose((seq, 1))
     place = 2 if is_last else 1
     setup.allocator.free([seq.pages[place]])
-    (seq.pages[place],) = setup.allocator.alloc(1) or ()
+    seq.pages[place] = setup.take_page()
     setup.propose((seq, 1))
     assert setup.rows() == [[(0, 4 * place, 12 - 4 * place)]]
 
@@ -151,9 +154,7 @@ def test_a_page_that_was_handed_out_again_is_computed_again(setup: Setup, is_las
 def test_a_shared_prefix_is_computed_once(setup: Setup) -> None:
     first = setup.start(0, 15)
     shared = first.pages[:3]
-    own = setup.allocator.alloc(1)
-    assert own is not None
-    second = setup.start(1, 14, shared + own)
+    second = setup.start(1, 14, shared + array("i", (setup.take_page(),)))
     assert setup.propose((first, 2), (second, 2)) == [[15, 16], []]
     assert setup.propose((first, 2), (second, 2)) == [[15, 16], [14, 15]]
     assert setup.rows()[0] == [(0, 14, 1), (1, 12, 2)]
@@ -187,7 +188,7 @@ def test_a_part_takes_no_longer_than_answers_may_wait(setup: Setup) -> None:
 
 def test_the_same_long_prompt_is_caught_up_with_once(setup: Setup) -> None:
     first = setup.start(0, 100)
-    second = setup.start(1, 100, first.pages[:24] + (setup.allocator.alloc(1) or array("i")))
+    second = setup.start(1, 100, first.pages[:24] + array("i", (setup.take_page(),)))
     setup.propose((first, 1), (second, 1))
     assert setup.rows() == [[(0, 0, FIRST_CATCH_UP_TOKENS)]]
     assert setup.drafter.count_behind(second) == 100 - FIRST_CATCH_UP_TOKENS
