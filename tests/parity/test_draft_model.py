@@ -14,12 +14,14 @@ import pytest
 from baton.config import build_config
 from baton.errors import ConfigError
 from baton.models.checkpoint import read_draft_spec
+from baton.runtime.build import load_rank
 from baton.runtime.engine_loop import EngineLoop
 from tests.parity.conftest import Reference
 from tests.parity.test_engine import prompts_of
 from tests.parity.test_preempted_tokens import LENGTHS, STEPS, storm
 from tests.parity.test_speculation import PROMPTS, SAMPLING, run
 from tests.support.engines.draft_model import count_drafts, draft_always, with_draft
+from tests.support.engines.engine_run import FLAGS as FLAGS_OF_ENGINES
 from tests.support.engines.engine_run import answer, greedy, make_engine
 from tests.support.grammars.engines import follow_grammars, make_store
 from tests.support.models.checkpoints import variant_config
@@ -157,6 +159,23 @@ def test_a_decode_node_accepts_as_many_drafts_as_a_single_node(
     finally:
         pair.close()
         single.close()
+
+
+def test_its_size_and_pages_are_reported(
+    reference: Callable[[str], Reference], half_llama: Path
+) -> None:
+    flags = {**FLAGS_OF_ENGINES, **with_draft(half_llama), "max_running_requests": 3}
+    loaded = load_rank(
+        build_config({"model_path": str(reference("llama").path), **flags}),
+        str(reference("llama").path),
+    )
+    info = loaded.info["draft_model"]
+    assert isinstance(info, dict)
+    assert info["path"] == str(half_llama)
+    whole = loaded.kv.page_bytes
+    # Half the layers, and a scratch page for each slot.
+    assert info["kv_pool_bytes"] == (loaded.kv.num_pages + 3) * whole // 2
+    assert info["num_parameters"] < loaded.info["num_parameters"]  # type: ignore[operator]
 
 
 def test_a_long_prompt_is_caught_up_with_in_parts(reference: Callable[[str], Reference]) -> None:

@@ -156,8 +156,8 @@ def _check_speculation(c: EngineConfig) -> Iterator[str]:
         owner = _OWNERS.get(f.name, algorithm)
         if owner != algorithm and getattr(c, f.name) != f.default:
             yield (
-                f"{flag_name(f.name)} {getattr(c, f.name)}: is for --speculative-algorithm {owner}; "
-                "leave it out"
+                f"{flag_name(f.name)} {getattr(c, f.name)}: is for "
+                f"--speculative-algorithm {owner}; leave it out"
             )
 
 
