@@ -22,7 +22,8 @@ from baton.runtime.engine_loop import DeviceThread
 from baton.runtime.runner.model_runner import ModelRunner
 from baton.runtime.speculation.draft_pages import DraftPages
 from baton.runtime.speculation.model_drafter import DraftLimits, ModelDrafter, TimedResult
-from baton.runtime.speculation.speculator import Constraints, ModelSpeculator
+from baton.runtime.speculation.model_speculator import ModelSpeculator
+from baton.runtime.speculation.speculator import Constraints
 from baton.sched.state.report import SchedulerReport
 from baton.sched.types.plan import StepPlan
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from baton.runtime.engine_loop import EngineLoop
 from baton.runtime.speculation.model_drafter import TimedResult
-from baton.runtime.speculation.speculator import ModelSpeculator
+from baton.runtime.speculation.model_speculator import ModelSpeculator
 from baton.sched.types.plan import StepPlan
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from baton.runtime.speculation.draft_pages import DraftPages
 from baton.runtime.speculation.model_drafter import DraftLimits, ModelDrafter, TimedResult
-from baton.runtime.speculation.speculator import (
+from baton.runtime.speculation.model_speculator import (
     CATCH_UP_TOKENS_PER_TOKEN,
     PROBE_SHARE,
     ModelSpeculator,
