@@ -13,6 +13,7 @@ from baton.sched.metrics.step_time import StepTime
 from baton.sched.planner.draft_lengths import (
     PROBE_INTERVAL,
     DraftCandidate,
+    DraftingCosts,
     StepCosts,
     choose_draft_lengths,
 )
@@ -340,6 +341,34 @@ def test_steps_with_drafts_teach_nothing_about_others() -> None:
     assert times.decode_seconds(1) == pytest.approx(0.010)
     assert times.draft_seconds(4) == pytest.approx(0.004)
     assert times.prefill_rate == StepTime(64).prefill_rate
+
+
+def test_the_time_of_making_drafts_is_spent_too() -> None:
+    node, answer = single()
+    (seq,) = node.sched.report.answering()
+    offer = DraftOffer(seq.handle, len(seq.tokens), array("i", answer[1:3]), 0.9)
+    for made_in in (0.25, 0.5):
+        node.sched.offer_drafts([offer], 0.0, made_in)
+    assert node.sched.stats.counters()["spec_decode_spent_seconds_total"] == 0.75
+
+
+def test_drafts_are_not_made_where_making_them_takes_too_long() -> None:
+    node, _ = single()
+    plan = node.sched.plan(0.0)
+    assert plan is not None
+    node.sched.commit(plan, node.device.execute(plan))
+    for _ in range(5):
+        node.sched.observe(plan, 0.010)
+    (seq,) = node.sched.report.answering()
+    offer = DraftOffer(seq.handle, len(seq.tokens), array("i", bytes(4 * 8)), 0.8)
+
+    def lengths(per_step: float) -> list[int]:
+        costs = DraftingCosts(per_step, 0.0)
+        return list(node.sched.draft_lengths([offer], 0.0, costs).values())
+
+    assert lengths(0.0)[0] > lengths(0.001)[0] >= 1
+    assert lengths(0.010) == []
+    assert node.sched.stats.counters()["spec_decode_num_draft_tokens_total"] == 0
 
 
 def test_drafts_stop_paying_in_larger_batches() -> None:

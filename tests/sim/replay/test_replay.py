@@ -196,7 +196,7 @@ class Storm:
             )
             for seq in self.sched.report.answering()
         ]  # fmt: skip
-        self.sched.offer_drafts(offers, rng.random() / 100)
+        self.sched.offer_drafts(offers, rng.random() / 100, rng.random() / 100)
 
     def commit_oldest(self) -> None:
         rng = self.rng
