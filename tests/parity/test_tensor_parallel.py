@@ -14,6 +14,7 @@ from baton.runtime.build import LoadedModel
 from baton.runtime.runner import step_inputs
 from baton.sched.types.request import SamplingParams
 from tests.parity.conftest import Reference
+from tests.support.engines.draft_model import count_drafts, draft_always, with_draft
 from tests.support.engines.engine_run import answer, greedy, make_engine
 from tests.support.engines.executor_ranks import ExecutorProcesses
 from tests.support.engines.scripted_drafter import ScriptedDrafter, speculate
@@ -292,4 +293,17 @@ def test_ranks_compute_rows_with_drafts(
         speculate(engine, ScriptedDrafter(answers, 0.8, VOCAB))
         assert answer(engine, ref.prompts, greedy(len(ref.greedy[0]))) == ref.greedy
         assert engine.sched.stats.counters()["spec_decode_num_accepted_tokens_total"] > 0
+    assert executors.endings == ["stopped"]
+
+
+def test_the_first_of_two_ranks_has_the_draft_model(
+    reference: Callable[[str], Reference], executors: ExecutorProcesses
+) -> None:
+    ref = reference("llama")
+    with executors.engine(ref.path, 2, **with_draft(ref.path)) as engine:
+        draft_always(engine)
+        assert answer(engine, ref.prompts, greedy(32)) == ref.answers(ref.prompts, 32)
+        drafted, drawn = count_drafts(engine)
+        assert drafted > 30
+        assert drawn / drafted > 0.9
     assert executors.endings == ["stopped"]

@@ -1,9 +1,12 @@
 """Speculative decoding on the CPU: tokens/s with drafts against without, on one model in this process.
 
-    python -m tests.perf.bench_speculation [--model-path DIR] [--rounds N] [--threads N] [--tokens N]
+    python -m tests.perf.bench_speculation [--model-path DIR] [--speculative-draft-model-path DIR]
+        [--rounds N] [--threads N] [--tokens N]
+    python -m tests.perf.bench_speculation --scripted-acceptance 0.8 [--rounds N] [--threads N] [--tokens N]
 
-Two engines have the same model, one with --speculative-algorithm NGRAM. A round answers the prompts of a row on each
-in turn; the answers are compared token by token, and the ratio is of their times, taken within a round.
+Two engines have the same model, one with --speculative-algorithm NGRAM, or STANDALONE with a draft model. A round
+answers the prompts of a row on each in turn; the answers are compared token by token, and the ratio is of their times,
+taken within a round.
 
 * steps: time of a step whose only row has 1, 2, 4 and 8 tokens, over that of one token;
 * edit: a function of 20 lines, to be repeated with one name changed;
@@ -11,6 +14,10 @@ in turn; the answers are compared token by token, and the ratio is of their time
 * json: an answer that follows a JSON schema;
 * free: an open question, sampled at temperature 1;
 * batch: 32 open questions at once.
+
+With --scripted-acceptance a random model of 0.6 B parameters has a random draft model of 75 M, which computes all
+that it would, but whose drafts are right with this probability: 1, 4 and 16 answers at once, to short prompts and a
+long one.
 """
 
 from __future__ import annotations
@@ -19,7 +26,9 @@ import argparse
 import functools
 import itertools
 import json
+import random
 import statistics
+import tempfile
 import time
 from array import array
 from collections.abc import Sequence
@@ -38,6 +47,7 @@ from baton.runtime.grammar.token_trie import TokenizerSource, build_trie
 from baton.runtime.runner.model_runner import ModelRunner
 from baton.sched.types.plan import AdmittedSeq, Row, StepPlan, StopReason
 from baton.sched.types.request import SamplingParams, ValidatedRequest
+from tests.support.engines.draft_model import script_drafts, with_draft
 from tests.support.engines.engine_run import make_engine
 from tests.support.grammars.engines import follow_grammars, schema_text
 
@@ -87,21 +97,28 @@ QUESTIONS = ("Why is the sky blue?", "Write a story about a lighthouse.", "How d
 class Arm:
     """An engine whose answers may follow grammars."""
 
-    def __init__(self, path: Path, threads: int, **flags: Any) -> None:
+    def __init__(
+        self, path: Path, threads: int, *, has_grammars: bool = True, **flags: Any
+    ) -> None:
         engine = make_engine(
             path, dtype="bfloat16", cpu_threads=threads, page_size=16, max_total_tokens=32768,
             disable_radix_cache=True, chunked_prefill_size=2048, **flags,
         )  # fmt: skip
         assert isinstance(engine.runner, ModelRunner)
         self.runner: ModelRunner = engine.runner
+        self.engine: EngineLoop = engine
+        self._handles = itertools.count(1)
+        if has_grammars:
+            self._follow_grammars(path)
+
+    def _follow_grammars(self, path: Path) -> None:
         vocab = self.runner.vocab_size
         eos: Any = json.loads((path / "generation_config.json").read_text())["eos_token_id"]
         eos_ids = [eos] if isinstance(eos, int) else eos
         source = TokenizerSource((path / "tokenizer.json").read_text(), [], eos_ids)
         trie = build_trie(source, vocab)
         store = GrammarStore(trie, MaskFiller(trie.vocab_size, vocab, threads=1))
-        self.engine: EngineLoop = follow_grammars(engine, store)
-        self._handles = itertools.count(1)
+        follow_grammars(self.engine, store)
 
     def answer(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> TimedAnswers:
         handles = [next(self._handles) for _ in prompts]
@@ -223,20 +240,87 @@ def make_work(path: Path, tokens: int) -> dict[str, Work]:
     }
 
 
+TARGET_SHAPE = {
+    "num_hidden_layers": 36, "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "head_dim": 128,
+}  # fmt: skip
+DRAFT_SHAPE = {
+    "num_hidden_layers": 8, "hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12,
+    "num_key_value_heads": 4, "head_dim": 64,
+}  # fmt: skip
+RANDOM_VOCAB = 32768
+
+
+def write_shape(path: Path, shape: dict[str, int]) -> Path:
+    """A config without weights."""
+    path.mkdir()
+    config = {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": RANDOM_VOCAB,
+        "max_position_embeddings": 8192, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+        "attention_bias": False, "tie_word_embeddings": True, "dtype": "bfloat16", **shape,
+    }  # fmt: skip
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def compare_scripted(right: float, rounds: int, threads: int, tokens: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        target = write_shape(Path(folder) / "target", TARGET_SHAPE)
+        draft = write_shape(Path(folder) / "draft", DRAFT_SHAPE)
+        flags: dict[str, Any] = {"load_format": "dummy", "has_grammars": False}
+        plain = Arm(target, threads, **flags)
+        drafting = Arm(target, threads, **flags, **with_draft(draft, most=8))
+    answers: dict[tuple[int, ...], list[int]] = {}
+    script_drafts(drafting.engine, answers, right)
+    params = SamplingParams(max_new_tokens=tokens, temperature=0.0, ignore_eos=True)
+    rng = random.Random(0)
+    for name, batch, length in (
+        ("one", 1, 64),
+        ("long", 1, 1024),
+        ("four", 4, 64),
+        ("sixteen", 16, 64),
+    ):
+        work = Work(
+            [[rng.randrange(RANDOM_VOCAB) for _ in range(length)] for _ in range(batch)], params
+        )
+        answered = plain.answer(work.prompts, params).tokens
+        answers.update(zip(map(tuple, work.prompts), answered, strict=True))
+        drafting.answer(work.prompts, params)
+        compare(name, rounds, (plain, drafting), work)
+    for arm in (plain, drafting):
+        arm.engine.close()
+
+
+HEADING = "            tokens/s  ratio      spread      per step drawn drafts"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--model-path", type=Path, default=DEMO, help="default: the demo model")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--tokens", type=int, default=128, help="longest answer")
+    parser.add_argument("--speculative-draft-model-path", type=Path, help="default: n-grams")
+    parser.add_argument("--scripted-acceptance", type=float, help="of random models, 0 to 1")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    if args.scripted_acceptance is not None:
+        print(
+            f"random models, {args.threads} threads, torch {torch.__version__}\n{HEADING}",
+            flush=True,
+        )
+        compare_scripted(args.scripted_acceptance, args.rounds, args.threads, args.tokens)
+        return
     path: Path = args.model_path
     plain = Arm(path, args.threads)
-    drafting = Arm(path, args.threads, speculative_algorithm="NGRAM")
+    draft: Path | None = args.speculative_draft_model_path
+    flags: dict[str, Any] = (
+        {"speculative_algorithm": "NGRAM"} if draft is None else with_draft(draft, most=16)
+    )
+    drafting = Arm(path, args.threads, **flags)
     print(f"{path.name}, {args.threads} threads, torch {torch.__version__}")
     time_steps(plain, args.rounds)
-    print("            tokens/s  ratio      spread      per step drawn drafts")
+    print(HEADING)
     for name, work in make_work(path, args.tokens).items():
         for arm in (plain, drafting):
             arm.answer(work.prompts, work.params)

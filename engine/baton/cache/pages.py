@@ -2,7 +2,7 @@
 
 Life of a page: free → `alloc` → owned by the caller (a request, or the radix cache after `insert`)
 → `free` → free. Invariants: a page is handed out at most once until it is freed; a refused call
-changes nothing.
+changes nothing; what was known of a page's content holds as long as its generation is the same.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ class PageAllocator:
         # transfer as spans.
         self._free = array("i", range(num_pages - 1, -1, -1))
         self._is_owned = bytearray(num_pages)
+        self.generations = array("q", bytes(8 * num_pages))
+        """By page: how often it has been handed out."""
 
     @property
     def free_count(self) -> int:
@@ -46,8 +48,10 @@ class PageAllocator:
         del self._free[len(self._free) - n :]
         pages.reverse()
         owned = self._is_owned
+        generations = self.generations
         for page in pages:
             owned[page] = 1
+            generations[page] += 1
         return pages
 
     def free(self, pages: Iterable[int]) -> None:

@@ -150,6 +150,23 @@ def _check_speculation(c: EngineConfig) -> Iterator[str]:
     ):
         if is_refused:
             yield f"--speculative-algorithm {algorithm}: {reason}; leave it out"
+    if algorithm == "STANDALONE" and c.speculative_draft_model_path is None:
+        yield "--speculative-algorithm STANDALONE: give --speculative-draft-model-path, too"
+    for f in dataclasses.fields(SpeculationFlags):
+        owner = _OWNERS.get(f.name, algorithm)
+        if owner != algorithm and getattr(c, f.name) != f.default:
+            yield (
+                f"{flag_name(f.name)} {getattr(c, f.name)}: is for "
+                f"--speculative-algorithm {owner}; leave it out"
+            )
+
+
+_OWNERS = {
+    "speculative_draft_model_path": "STANDALONE",
+    "speculative_ngram_min_match_window_size": "NGRAM",
+    "speculative_ngram_capacity": "NGRAM",
+}
+"""Algorithms whose flags these are; all others are for each."""
 
 
 def _check_queue(c: EngineConfig) -> Iterator[str]:

@@ -23,7 +23,10 @@ _REASONING = (
     "--reasoning-parser"
 )
 _LORA = "there are no LoRA adapters in this version; merge the adapter into the checkpoint"
-_DRAFT_MODEL = "there are no draft models in this version; use --speculative-algorithm NGRAM"
+_DRAFTS = (
+    "how many tokens are drafted is decided in each step, in one chain; use "
+    "--speculative-num-draft-tokens for the most"
+)
 _DOWNLOAD = (
     "nothing is downloaded at start; run hf download MODEL first, with its own --revision "
     "and --local-dir"
@@ -49,18 +52,15 @@ INSTEAD: dict[str, str] = {
     **dict.fromkeys(
         ("--enable-lora", "--lora-paths", "--lora-modules", "--max-loras", "--max-lora-rank"), _LORA
     ),
-    "--speculative-config": "use --speculative-algorithm and --speculative-num-draft-tokens",
-    **dict.fromkeys(
-        (
-            "--speculative-draft-model-path",
-            "--speculative-draft-model-revision",
-            "--speculative-num-steps",
-            "--speculative-eagle-topk",
-        ),
-        _DRAFT_MODEL,
+    "--speculative-config": (
+        "use --speculative-algorithm, --speculative-draft-model-path and "
+        "--speculative-num-draft-tokens"
     ),
+    **dict.fromkeys(("--speculative-num-steps", "--speculative-eagle-topk"), _DRAFTS),
     "--enable-expert-parallel": "use --ep-size with the value of --tp-size",
-    **dict.fromkeys(("--revision", "--download-dir"), _DOWNLOAD),
+    **dict.fromkeys(
+        ("--revision", "--download-dir", "--speculative-draft-model-revision"), _DOWNLOAD
+    ),
     **dict.fromkeys(
         ("--disable-log-requests", "--log-requests", "--log-requests-level", "--disable-log-stats"),
         _LOGS,

@@ -71,20 +71,29 @@ class KvTensors:
         return self.spec.layer_scales
 
 
-def asked_pages(spec: KVSpec, max_total_tokens: int, kv_pool_mib: int | None) -> int | None:
+def asked_pages(
+    spec: KVSpec,
+    max_total_tokens: int,
+    kv_pool_mib: int | None,
+    draft_page_bytes: int = 0,
+    draft_scratch_bytes: int = 0,
+) -> int | None:
     """How many pages the user wants: max_total_tokens when set (rounded down to pages), else what fits kv_pool_mib;
     None: as many as fit.
 
+    Args:
+        draft_page_bytes: what each page takes beside its own bytes, for a draft model.
+        draft_scratch_bytes: what a draft model takes beside its pages.
     Raises ConfigError when that is fewer than two pages.
     """
     page_size = spec.full_group.page_tokens
-    page_bytes = spec.page_bytes
+    page_bytes = spec.page_bytes + draft_page_bytes
     if not max_total_tokens and kv_pool_mib is None:
         return None
     pages = (
         max_total_tokens // page_size
         if max_total_tokens
-        else (kv_pool_mib or 0) * MIB // page_bytes
+        else max((kv_pool_mib or 0) * MIB - draft_scratch_bytes, 0) // page_bytes
     )
     if pages < 2:
         asked = (
@@ -92,7 +101,9 @@ def asked_pages(spec: KVSpec, max_total_tokens: int, kv_pool_mib: int | None) ->
             if max_total_tokens
             else f"--kv-pool-mib {kv_pool_mib}"
         )
-        needed = 2 * page_size if max_total_tokens else -(-2 * page_bytes // MIB)
+        needed = 2 * page_size
+        if not max_total_tokens:
+            needed = -(-(2 * page_bytes + draft_scratch_bytes) // MIB)
         each = f"{page_size} tokens, {page_bytes} bytes each"
         raise ConfigError(
             f"{asked} holds {pages} pages ({each}); at least 2 are needed: raise it to {needed}"

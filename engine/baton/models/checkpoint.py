@@ -14,6 +14,7 @@ from baton.config import EngineConfig
 from baton.errors import ConfigError
 from baton.layers.shard import WHOLE, Shard
 from baton.layers.spec import DTYPE_BYTES
+from baton.models.config_file import read_model_config
 from baton.models.quantized.kv_scales import is_kv_scale
 from baton.models.quantized.stored import SourceFinder, StoredSource
 from baton.models.spec.model import (
@@ -25,7 +26,7 @@ from baton.models.spec.model import (
     weight_bytes,
 )
 from baton.models.spec.tensors import Param
-from baton.models.spec_reader import read_spec
+from baton.models.spec_reader import find_architecture, read_spec
 from baton.models.transformers_backend.choice import choose_impl
 from baton.models.weight_files import TensorEntry, read_tensor_entries, required_weight_files
 
@@ -47,8 +48,12 @@ _TAKEN_APART = ("kv_b", "conv")
 def check_checkpoint(config: EngineConfig, path: Path, nodes: int = 1) -> None:
     """Raise ConfigError when engines with these flags cannot load the model at `path`, or `nodes`
     of them together."""
+    draft = read_draft_spec(config)
+    draft_sizes = NO_DRAFT_MODEL
+    if draft is not None:
+        draft_sizes = DraftModelSizes.of(config, draft)
     if choose_impl(config, path) == "transformers":
-        _check_module(config, path, nodes)
+        _check_module(config, path, nodes, draft_sizes)
         return
     spec = read_spec(
         path,
@@ -62,6 +67,8 @@ def check_checkpoint(config: EngineConfig, path: Path, nodes: int = 1) -> None:
     )
     if spec.states:
         _check_states(config)
+    if draft is not None:
+        check_draft_vocabulary(config, draft, spec.vocab_size)
     share_of(spec, Shard(0, config.tp_size, divides_experts=config.ep_size > 1))
     weights = weight_bytes(spec)
     if config.load_format != "dummy":
@@ -70,7 +77,7 @@ def check_checkpoint(config: EngineConfig, path: Path, nodes: int = 1) -> None:
     if config.device == "cpu":
         states = sum(state.state_bytes(spec.dtype) for state in spec.states.values())
         token_bytes = spec.kv_spec(config.page_size).token_bytes
-        _check_memory(config, weights, token_bytes, nodes, states=states)
+        _check_memory(config, weights, token_bytes, nodes, draft_sizes, states=states)
 
 
 def _check_states(config: EngineConfig) -> None:
@@ -88,7 +95,71 @@ def _check_states(config: EngineConfig) -> None:
         )
 
 
-def _check_module(config: EngineConfig, path: Path, nodes: int) -> None:
+def read_draft_spec(config: EngineConfig) -> ModelSpec | None:
+    """The model of --speculative-draft-model-path, a directory; None without one.
+
+    Raises ConfigError for a model that cannot draft.
+    """
+    if config.speculative_draft_model_path is None:
+        return None
+    path = Path(config.speculative_draft_model_path)
+    flag = f"--speculative-draft-model-path {path}"
+    if find_architecture(read_model_config(path)) is None:
+        raise ConfigError(
+            f"{flag}: models that transformers' modules compute do not draft in this version; give "
+            "one of the families that Baton has blocks for"
+        )
+    spec = read_spec(path, config.dtype, config.load_format, config.random_seed)
+    if spec.states:
+        raise ConfigError(
+            f"{flag}: the model keeps a state per sequence, which cannot take back the tokens of a "
+            "draft; give a model whose layers all have attention"
+        )
+    return spec
+
+
+def check_draft_vocabulary(config: EngineConfig, draft: ModelSpec, vocab_size: int) -> None:
+    """Raise ConfigError where a draft model has other token ids than the model."""
+    if draft.vocab_size != vocab_size:
+        raise ConfigError(
+            f"--speculative-draft-model-path {config.speculative_draft_model_path}: the model has "
+            f"{draft.vocab_size} token ids, the one it drafts for {vocab_size}; give a model of "
+            "the same family and vocabulary"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModelSizes:
+    """Memory that a draft model takes in a rank [bytes]."""
+
+    weights: int = 0
+    page_bytes: int = 0
+    """For each page of the model's KV pool."""
+    scratch_bytes: int = 0
+    """Of pages for drafts that have no page yet."""
+
+    @staticmethod
+    def of(config: EngineConfig, draft: ModelSpec) -> DraftModelSizes:
+        weights = weight_bytes(draft)
+        if config.load_format != "dummy":
+            root = Path(str(config.speculative_draft_model_path))
+            weights = check_files(draft, root).memory(draft)
+        page_bytes = draft.kv_spec(config.page_size).page_bytes
+        scratch = config.max_running_requests * draft_scratch_pages(config)
+        return DraftModelSizes(weights, page_bytes, scratch * page_bytes)
+
+
+NO_DRAFT_MODEL = DraftModelSizes()
+
+
+def draft_scratch_pages(config: EngineConfig) -> int:
+    """Pages for the last token of a sequence and all of its drafts but the last, which is not
+    computed.
+    """
+    return -(-config.speculative_num_draft_tokens // config.page_size)
+
+
+def _check_module(config: EngineConfig, path: Path, nodes: int, draft: DraftModelSizes) -> None:
     """The memory of a module's weights, as far as files tell; its class checks them as it loads."""
     if config.load_format == "dummy":
         return
@@ -96,7 +167,7 @@ def _check_module(config: EngineConfig, path: Path, nodes: int) -> None:
     entries = [entry for file in files for entry in read_tensor_entries(file).values()]
     stored = sum(entry.end - entry.begin for entry in entries)
     # Only the loaded module tells its heads, so a pool of --max-total-tokens is not counted here.
-    _check_memory(config, stored, 0, nodes)
+    _check_memory(config, stored, 0, nodes, draft)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,13 +255,22 @@ def _first_file(source: StoredSource) -> Path:
 
 
 def _check_memory(
-    config: EngineConfig, weights: int, token_bytes: int, nodes: int, *, states: int = 0
+    config: EngineConfig,
+    weights: int,
+    token_bytes: int,
+    nodes: int,
+    draft: DraftModelSizes,
+    *,
+    states: int = 0,
 ) -> None:
     """Args: `weights`: bytes of one replica. `token_bytes`: one token's KV. `states`: bytes of those
     that a sequence keeps."""
+    weights += draft.weights
     weights *= config.dp_size
     if config.max_total_tokens:
-        pools = config.max_total_tokens * token_bytes * config.dp_size
+        pages = config.max_total_tokens // config.page_size
+        drafts = pages * draft.page_bytes + draft.scratch_bytes
+        pools = (config.max_total_tokens * token_bytes + drafts) * config.dp_size
     else:
         pools = (config.kv_pool_mib or CPU_POOL_MIB) * 2**20 * config.dp_size * config.tp_size
     pools += int(config.host_kv_gib * GIB) * config.dp_size * config.tp_size

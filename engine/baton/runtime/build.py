@@ -24,7 +24,13 @@ from baton.layers.host_pool import HostPool, host_pool_pages
 from baton.layers.kv_pool import KvTensors, asked_pages, make_pool
 from baton.layers.kv_spec import KVSpec
 from baton.layers.shard import WHOLE, Shard
-from baton.models.checkpoint import CPU_POOL_MIB
+from baton.models.checkpoint import (
+    CPU_POOL_MIB,
+    NO_DRAFT_MODEL,
+    DraftModelSizes,
+    check_draft_vocabulary,
+    read_draft_spec,
+)
 from baton.models.decoder import Decoder
 from baton.models.load import OnProgress, load_weights
 from baton.models.served import ServedModel, ServedSpec
@@ -32,6 +38,7 @@ from baton.models.spec.model import ModelSpec, share_of, weight_bytes
 from baton.models.spec_reader import read_spec
 from baton.models.transformers_backend.choice import choose_impl
 from baton.runtime import device
+from baton.runtime.draft_model import DraftModel, load_draft_model
 from baton.runtime.engine_loop import DeviceThread, EngineLoop, PoolSizes, make_engine
 from baton.runtime.expert_load import ExpertLoad
 from baton.runtime.grammar.waiting import GrammarQueue
@@ -44,6 +51,7 @@ from baton.runtime.runner.model_runner import ModelRunner
 from baton.runtime.speculation.ngram import NgramDrafter
 from baton.runtime.speculation.speculator import Speculator
 from baton.sched.setup import from_config
+from baton.sched.state.report import SchedulerReport
 
 log = logging.getLogger("baton.engine")
 
@@ -71,6 +79,7 @@ class LoadedModel:
     host_pages: int = 0
     group: ProcessGroup | None = None
     """The tensor-parallel ranks that compute together; None: this process alone."""
+    draft_model: DraftModel | None = None
 
     def make_engine_loop(
         self,
@@ -86,10 +95,11 @@ class LoadedModel:
         if grammars is not None:
             self.runner.grammars = grammars.store
         kv = self.kv
+        config = self.config
         sizes = PoolSizes(kv.num_pages, self.host_pages, kv.page_bytes, kv.spec.rules)
         limits = ModelLimits(self.vocab_size, self.max_context)
         return make_engine(
-            self.config,
+            config,
             sizes,
             self.runner,
             driver,
@@ -97,18 +107,19 @@ class LoadedModel:
             device_thread(),
             model_limits=limits,
             grammars=grammars,
-            model_gauges=ExpertLoad(self.runner.expert_counts, self.config.ep_size).gauges,
-            speculator=self._make_speculator(),
+            model_gauges=ExpertLoad(self.runner.expert_counts, config.ep_size).gauges,
+            make_speculator=None if config.speculative_algorithm is None else self._make_speculator,
         )
 
-    def _make_speculator(self) -> Speculator | None:
+    def _make_speculator(self, report: SchedulerReport, device: DeviceThread) -> Speculator:
         config = self.config
-        if config.speculative_algorithm is None:
-            return None
+        most = config.speculative_num_draft_tokens
+        if self.draft_model is not None:
+            return self.draft_model.make_speculator(most, self.runner, report, device)
         drafter = NgramDrafter(
             config.speculative_ngram_min_match_window_size, config.speculative_ngram_capacity
         )
-        return Speculator(drafter, config.speculative_num_draft_tokens, self.runner)
+        return Speculator(drafter, most, self.runner)
 
     @property
     def vocab_size(self) -> int:
@@ -157,7 +168,12 @@ def load_rank(
     compute = placed.device
     spec = model.spec
     context = _context_length(config, spec)
-    pages = _requested_pages(config, spec, compute)
+    draft_spec = read_draft_spec(config)
+    draft_sizes = NO_DRAFT_MODEL
+    if draft_spec is not None:
+        check_draft_vocabulary(config, draft_spec, spec.vocab_size)
+        draft_sizes = DraftModelSizes.of(config, draft_spec)
+    pages = _requested_pages(config, spec, compute, draft_sizes)
     memory = placed.memory
     if memory is not None:
         pages = profile_memory(model, config, context, pages, memory, place, placed.group)
@@ -181,6 +197,10 @@ def load_rank(
         model_dir, placed.num_parameters / 1e6, spec.dtype, pages, config.page_size,
         kv.spec.page_dtype, pages * kv.page_bytes / 2**20, threads, time.monotonic() - started,
     )  # fmt: skip
+    draft_model = None
+    # The first of several tensor-parallel ranks draws all tokens.
+    if draft_spec is not None and shard.rank == 0:
+        draft_model = load_draft_model(config, draft_spec, pages)
     limits = from_config.limits(config, pages, page_groups=kv.spec.rules)
     layout = kv.spec.layout(spec.model_hash)
     if shard.size > 1:
@@ -202,7 +222,19 @@ def load_rank(
     }
     if spec.states:
         info["state_bytes_per_sequence"] = runner.state_bytes
-    return LoadedModel(config, runner, kv, layout, info, spec.max_context, host_pages, placed.group)
+    if draft_model is not None:
+        info["draft_model"] = draft_model.info
+    return LoadedModel(
+        config,
+        runner,
+        kv,
+        layout,
+        info,
+        spec.max_context,
+        host_pages,
+        placed.group,
+        draft_model,
+    )
 
 
 def _read_spec(
@@ -318,12 +350,16 @@ def _context_length(config: EngineConfig, spec: ServedSpec) -> int:
     return context
 
 
-def _requested_pages(config: EngineConfig, spec: ServedSpec, compute: torch.device) -> int | None:
+def _requested_pages(
+    config: EngineConfig, spec: ServedSpec, compute: torch.device, draft: DraftModelSizes
+) -> int | None:
     """Pages of the KV pool by the flags; None: as many as the device has room for."""
     default_mib = CPU_POOL_MIB if compute.type == "cpu" else None
     mib = config.kv_pool_mib or default_mib
     kv_spec = _kv_spec(config, spec, compute)
-    pages = asked_pages(kv_spec, config.max_total_tokens, mib)
+    pages = asked_pages(
+        kv_spec, config.max_total_tokens, mib, draft.page_bytes, draft.scratch_bytes
+    )
     if config.max_total_tokens and pages is not None and kv_spec.rules:
         # So far they are those of group 0; a sequence of so many tokens takes others beside them,
         # and its state where it travels.

@@ -25,9 +25,9 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from baton.cache.group_pages import GroupRule
 from baton.cache.ledger import LedgerError
@@ -38,8 +38,10 @@ from baton.runtime import priority_hook
 from baton.runtime.grammar.waiting import GrammarQueue
 from baton.runtime.priority_hook import PriorityHook
 from baton.sched import recording
+from baton.sched.planner.draft_lengths import NO_DRAFTING_COSTS, DraftingCosts
 from baton.sched.scheduler import Scheduler
 from baton.sched.setup import from_config
+from baton.sched.types.draft_offer import DraftOffer
 from baton.sched.types.events import EmittedTokens, Event, RowError
 from baton.sched.types.plan import GRAMMAR_FAILED_TOKEN, INVALID_TOKEN, StepPlan, StepResult
 from baton.sched.types.request import FinishReason, ValidatedRequest
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
     from baton.disagg.transfer_driver import TransferDriver
     from baton.runtime.model_limits import ModelLimits
     from baton.runtime.speculation.speculator import Speculator
+    from baton.sched.state.report import SchedulerReport
 
 log = logging.getLogger("baton.engine")
 
@@ -75,6 +78,7 @@ Done = tuple[StepResult, float]
 Outcome: TypeAlias = StepResult | LaunchedStep
 Answer: TypeAlias = "queue.SimpleQueue[tuple[Outcome, float] | BaseException]"
 """Gets the outcome of one job, and how long the job took [s]."""
+Returned = TypeVar("Returned")
 
 
 class JobThread(Protocol):
@@ -91,7 +95,7 @@ class DeviceThread:
     """
 
     def __init__(self, prepare: Callable[[], None] = lambda: None) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], Outcome], Answer] | None] = (
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]] | None] = (
             queue.SimpleQueue()
         )
         self._prepare = prepare
@@ -102,6 +106,16 @@ class DeviceThread:
         answer: Answer = queue.SimpleQueue()
         self._jobs.put((job, answer))
         return answer
+
+    def call(self, job: Callable[[], Returned]) -> Returned:
+        """Run a job behind those that were submitted, and wait for it. Raises what it raises."""
+        answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._jobs.put((job, answer))
+        outcome = answer.get()
+        if isinstance(outcome, BaseException):
+            raise outcome
+        returned: Returned = outcome[0]
+        return returned
 
     def close(self) -> None:
         self._jobs.put(None)
@@ -318,15 +332,23 @@ class EngineLoop:
         sched = self.sched
         # Without overlap the device waits for each plan, with drafts or without.
         wait = speculator.wait_secs if self.overlap else 0.0
+
+        def choose_lengths(
+            offers: Sequence[DraftOffer], drafting: DraftingCosts = NO_DRAFTING_COSTS
+        ) -> dict[int, int]:
+            return sched.draft_lengths(offers, wait, drafting)
+
         if not speculator.is_drafting:
             if not speculator.is_look_due:
                 return
-            if not sched.would_draft(speculator.look(sched.report.answering()), wait):
+            if not speculator.would_draft(sched.report.answering(), choose_lengths):
                 return
         while self._flight:
             self._collect_step()
             self._carry_out()
-        sched.offer_drafts(speculator.make_offers(sched.report.answering()), wait)
+        answering = sched.report.answering()
+        made_in = speculator.draft(answering, choose_lengths)
+        sched.offer_drafts(speculator.make_offers(answering), wait, made_in)
 
     def _note_planned(self, speculator: Speculator, plan: StepPlan) -> None:
         if speculator.is_drafting and self._collected_at is not None:
@@ -496,6 +518,9 @@ class PoolSizes(NamedTuple):
     """Those beside group 0."""
 
 
+MakeSpeculator: TypeAlias = "Callable[[SchedulerReport, DeviceThread], Speculator]"
+
+
 def make_engine(
     config: EngineConfig,
     sizes: PoolSizes,
@@ -506,7 +531,7 @@ def make_engine(
     model_limits: ModelLimits | None = None,
     grammars: GrammarQueue | None = None,
     model_gauges: Callable[[], dict[str, float]] = dict,
-    speculator: Speculator | None = None,
+    make_speculator: MakeSpeculator | None = None,
 ) -> EngineLoop:
     """Make the loop of a rank from its flags.
 
@@ -530,5 +555,5 @@ def make_engine(
     return EngineLoop(
         scheduler, runner, driver, overlap=overlap, limits=model_limits, hook=hook, device=device,
         page_bytes=page_bytes, grammars=grammars, model_gauges=model_gauges,
-        speculator=speculator,
+        speculator=None if make_speculator is None else make_speculator(scheduler.report, device),
     )  # fmt: skip

@@ -21,6 +21,7 @@ from baton import errors
 from baton.cache.ledger import HostLedger, PageLedger
 from baton.sched.metrics.step_log import StepDecision, StepLog
 from baton.sched.planner import Planner, PlanOutcome
+from baton.sched.planner.draft_lengths import NO_DRAFTING_COSTS, DraftingCosts
 from baton.sched.queue.deadlines import DeadlineQueue
 from baton.sched.setup.limits import Limits
 from baton.sched.state.report import SchedulerReport
@@ -353,22 +354,34 @@ class Scheduler:
 
     # ------------------------------------------------------------------ planning
 
-    def offer_drafts(self, offers: Sequence[DraftOffer], wait: float = 0.0) -> None:
+    def offer_drafts(
+        self, offers: Sequence[DraftOffer], wait: float = 0.0, made_in: float = 0.0
+    ) -> None:
         """Drafted tokens for the next plan, in place of those that were offered before.
 
         Args:
             wait: seconds in which the device waits for the host where a step has drafts.
+            made_in: seconds that the device has spent on making them.
         """
         state = self._state
         # A replayed recording has plain tuples.
         state.draft_offers = {offer[0]: DraftOffer(*offer) for offer in offers}
         state.draft_wait = wait
+        state.stats.on_drafts_made(made_in)
 
-    def would_draft(self, offers: Sequence[DraftOffer], wait: float) -> bool:
-        """True if a step would be planned with some of these drafts; the next tokens of the
+    def draft_lengths(
+        self,
+        offers: Sequence[DraftOffer],
+        wait: float,
+        drafting: DraftingCosts = NO_DRAFTING_COSTS,
+    ) -> dict[int, int]:
+        """How many of these drafts a step would be planned with, by handle; the next tokens of the
         sequences need not be known yet.
+
+        Args:
+            drafting: time that it takes to make them, which is not spent yet.
         """
-        return self._planner.drafts.would_choose(offers, wait)
+        return self._planner.drafts.would_choose(offers, wait, drafting)
 
     def plan(self, now: float = 0.0) -> StepPlan | None:
         """Choose the next forward pass; None when there is nothing to compute. Same state and

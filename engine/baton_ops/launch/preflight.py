@@ -13,6 +13,7 @@ from baton.config import build_config
 from baton.config.files import read_regular_file, refuse_unwritable_kinds
 from baton.errors import ConfigError
 from baton.models import checkpoint
+from baton.server.launch.draft_model import resolve_draft_model
 from baton.server.text import model_info
 from baton_ops.clients.http_client import HttpClient
 from baton_ops.clients.instance import stated_incarnation
@@ -53,6 +54,7 @@ def check_place(plan: ClusterPlan) -> str | None:
         config = build_config(dict(plan.engine))
         facts = model_info.load(config)
         if config.simulate is None:
+            config = resolve_draft_model(config)
             checkpoint.check_checkpoint(config, facts.path, sum(plan.counts.values()))
     except ConfigError as err:
         return err.message

@@ -13,6 +13,7 @@ from baton.sched.metrics.step_time import StepTime
 from baton.sched.planner.draft_lengths import (
     PROBE_INTERVAL,
     DraftCandidate,
+    DraftingCosts,
     StepCosts,
     choose_draft_lengths,
 )
@@ -342,6 +343,34 @@ def test_steps_with_drafts_teach_nothing_about_others() -> None:
     assert times.prefill_rate == StepTime(64).prefill_rate
 
 
+def test_the_time_of_making_drafts_is_spent_too() -> None:
+    node, answer = single()
+    (seq,) = node.sched.report.answering()
+    offer = DraftOffer(seq.handle, len(seq.tokens), array("i", answer[1:3]), 0.9)
+    for made_in in (0.25, 0.5):
+        node.sched.offer_drafts([offer], 0.0, made_in)
+    assert node.sched.stats.counters()["spec_decode_spent_seconds_total"] == 0.75
+
+
+def test_drafts_are_not_made_where_making_them_takes_too_long() -> None:
+    node, _ = single()
+    plan = node.sched.plan(0.0)
+    assert plan is not None
+    node.sched.commit(plan, node.device.execute(plan))
+    for _ in range(5):
+        node.sched.observe(plan, 0.010)
+    (seq,) = node.sched.report.answering()
+    offer = DraftOffer(seq.handle, len(seq.tokens), array("i", bytes(4 * 8)), 0.8)
+
+    def lengths(per_step: float) -> list[int]:
+        costs = DraftingCosts(per_step, 0.0)
+        return list(node.sched.draft_lengths([offer], 0.0, costs).values())
+
+    assert lengths(0.0)[0] > lengths(0.001)[0] >= 1
+    assert lengths(0.010) == []
+    assert node.sched.stats.counters()["spec_decode_num_draft_tokens_total"] == 0
+
+
 def test_drafts_stop_paying_in_larger_batches() -> None:
     costs = StepCosts(plain=0.010, per_draft=0.002, wait=0.0)
     for rows in (1, 2, 4, 8, 16, 64):
@@ -360,7 +389,12 @@ def test_the_choice_is_the_best_of_all() -> None:
         acceptances = [rng.random() for _ in range(rng.randint(1, 3))]
         candidates = [DraftCandidate(i, rng.randint(0, 4), a) for i, a in enumerate(acceptances)]
         rows = len(candidates) + rng.randint(0, 4)
-        costs = StepCosts(rng.uniform(0.5, 2), rng.uniform(0.01, 0.5), rng.choice([0.0, 0.2]))
+        costs = StepCosts(
+            rng.uniform(0.5, 2),
+            rng.uniform(0.01, 0.5),
+            rng.choice([0.0, 0.2]),
+            rng.choice([0.0, 0.1, 0.4]),
+        )
 
         def speed(
             lengths: dict[int, int],
@@ -373,6 +407,7 @@ def test_the_choice_is_the_best_of_all() -> None:
             )
             drafts = sum(lengths.values())
             seconds = costs.plain + costs.per_draft * drafts + costs.wait * bool(drafts)
+            seconds += costs.per_drafting_step * max(lengths.values(), default=0)
             return (rows + gain) / seconds
 
         options: list[dict[int, int]] = [{}]

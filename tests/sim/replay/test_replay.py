@@ -27,7 +27,7 @@ from baton_ops.sim import main as sim
 GOLDEN = Path(__file__).parents[1] / "golden"
 LOOKS = {
     "next_deadline", "drain_events", "ledger", "host_ledger", "is_alive", "in_rooms", "leased", "handles",
-    "would_draft",
+    "draft_lengths",
 }  # fmt: skip
 """Public methods of Scheduler that decide nothing. A new method belongs here or into replay.INPUTS."""
 
@@ -196,7 +196,7 @@ class Storm:
             )
             for seq in self.sched.report.answering()
         ]  # fmt: skip
-        self.sched.offer_drafts(offers, rng.random() / 100)
+        self.sched.offer_drafts(offers, rng.random() / 100, rng.random() / 100)
 
     def commit_oldest(self) -> None:
         rng = self.rng

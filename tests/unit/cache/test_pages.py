@@ -92,6 +92,19 @@ AllocatorMachine.TestCase.settings = settings(
 TestAllocator = AllocatorMachine.TestCase
 
 
+def test_a_page_has_another_generation_each_time_it_is_handed_out() -> None:
+    allocator = PageAllocator(3)
+    assert list(allocator.generations) == [0, 0, 0]
+    pages = allocator.alloc(2)
+    assert pages is not None
+    before = {page: allocator.generations[page] for page in pages}
+    allocator.free(pages)
+    assert allocator.alloc(4) is None
+    assert {page: allocator.generations[page] for page in pages} == before
+    allocator.alloc(3)
+    assert all(allocator.generations[page] == before[page] + 1 for page in pages)
+
+
 def test_ledger_counts_every_state_and_names_the_loss() -> None:
     allocator = PageAllocator(10)
     cache = RadixCache(1, allocator)

@@ -197,6 +197,45 @@ def test_queue_order_flags_reach_the_scheduler() -> None:
     assert (plain.priority.aging_max, plain.priority.default) == (math.inf, None)
 
 
+@pytest.mark.parametrize(
+    ("values", "remedy"),
+    [
+        (
+            {"speculative_algorithm": "STANDALONE"},
+            "--speculative-algorithm STANDALONE: give --speculative-draft-model-path, too",
+        ),
+        (
+            {"speculative_algorithm": "NGRAM", "speculative_draft_model_path": "d"},
+            "--speculative-draft-model-path d: is for --speculative-algorithm STANDALONE",
+        ),
+        (
+            {
+                "speculative_algorithm": "STANDALONE",
+                "speculative_draft_model_path": "d",
+                "speculative_ngram_capacity": 5,
+            },
+            "--speculative-ngram-capacity 5: is for --speculative-algorithm NGRAM",
+        ),
+        (
+            {"speculative_draft_model_path": "d"},
+            "--speculative-draft-model-path d: nothing is drafted without --speculative-algorithm",
+        ),
+        (
+            {
+                "speculative_algorithm": "STANDALONE",
+                "speculative_draft_model_path": "d",
+                "disaggregation_mode": "prefill",
+            },
+            "--speculative-algorithm STANDALONE: a prefill node decodes nothing; leave it out",
+        ),
+    ],
+)
+def test_rules_of_drafts(values: dict[str, object], remedy: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.build_config(values)
+    assert remedy in caught.value.message
+
+
 def test_eviction_policy_without_a_cache_is_refused() -> None:
     with pytest.raises(
         ConfigError,

@@ -35,6 +35,15 @@ def test_pool_is_sized_by_tokens_or_else_by_mib():
     assert asked_pages(SPEC, max_total_tokens=0, kv_pool_mib=None) is None
 
 
+def test_pages_of_a_draft_model_share_the_memory_that_is_divided():
+    assert asked_pages(SPEC, 0, 1, draft_page_bytes=PAGE) == (1 << 19) // PAGE
+    beside = asked_pages(SPEC, 0, 1, draft_page_bytes=PAGE, draft_scratch_bytes=1 << 19)
+    assert beside == (1 << 18) // PAGE
+    assert asked_pages(SPEC, 103, 1, PAGE, 1 << 19) == 25, "of a number of tokens nothing is taken"
+    with pytest.raises(ConfigError, match=r"--kv-pool-mib 1 .* raise it to 3"):
+        asked_pages(SPEC, 0, 1, draft_scratch_bytes=2 << 20)
+
+
 @pytest.mark.parametrize(
     ("tokens", "mib", "words"),
     [(7, 1, "--max-total-tokens 7 .* raise it to 8"), (0, 1, "--kv-pool-mib 1 .* raise it to 3")],

@@ -102,9 +102,14 @@ class SpeculationFlags:
     speculative_algorithm: str | None = opt(
         None,
         "draft tokens and compute several of an answer in one step, without changing any: NGRAM "
-        "drafts what followed the last tokens earlier in the request or in a recent answer (not on "
-        "GPUs)",
-        choices=("NGRAM",),
+        "drafts what followed the last tokens earlier in the request or in a recent answer, "
+        "STANDALONE what a smaller model answers (not on GPUs)",
+        choices=("NGRAM", "STANDALONE"),
+        on_device=True,
+    )
+    speculative_draft_model_path: str | None = opt(
+        None,
+        "directory of the model that drafts: Hugging Face files with the tokenizer of --model-path",
         on_device=True,
     )
     speculative_num_draft_tokens: int = opt(

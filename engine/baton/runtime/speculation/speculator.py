@@ -4,15 +4,16 @@
    waiting for the device: it compares its last proposals with the tokens that came, whether a step
    had them as drafts or not, and proposes again. So acceptance is measured where nothing is
    drafted, at no cost but the host's.
-2. Where the scheduler would draft (Scheduler.would_draft), the loop waits for the steps in flight,
-   because drafts follow the last token, and offers what is proposed then; it does so before each
-   step until LINGER steps in a row had no drafts.
+2. Where the scheduler would draft (Scheduler.draft_lengths), the loop waits for the steps in
+   flight, because drafts follow the last token, and offers what is proposed then; it does so before
+   each step until LINGER steps in a row had no drafts.
 
 The scheduler decides how many of the drafts a row gets (sched.planner.drafts). Grammars: their
 forced tokens are offered before any other, and drafts end in front of the first token that a
 grammar refuses.
 
-Deterministic: all that it knows are the tokens of sequences.
+Deterministic: all that it knows are the tokens of sequences. For drafts that take time there is
+`model_speculator`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from baton.runtime.speculation.acceptance import (
     compare_drafts,
 )
 from baton.runtime.speculation.drafter import Drafter
+from baton.sched.planner.draft_lengths import NO_DRAFTING_COSTS, DraftingCosts
 from baton.sched.types.draft_offer import DraftOffer
 from baton.sched.types.plan import StepPlan
 from baton.sched.types.sequence import Seq, SeqState
@@ -50,6 +52,13 @@ class Constraints(Protocol):
 
     def forced_tokens(self, slot: int) -> list[int]: ...
     def count_admitted(self, slot: int, tokens: Sequence[int]) -> int: ...
+
+
+class LengthChooser(Protocol):
+    def __call__(
+        self, offers: Sequence[DraftOffer], drafting: DraftingCosts = NO_DRAFTING_COSTS
+    ) -> dict[int, int]:
+        """Scheduler.draft_lengths."""
 
 
 @dataclass(slots=True)
@@ -93,11 +102,21 @@ class Speculator:
         if seconds <= LONGEST_WAIT_SECS:
             self.wait_secs += WAIT_SMOOTHING * (seconds - self.wait_secs)
 
+    def would_draft(self, answering: Sequence[Seq], choose: LengthChooser) -> bool:
+        """True if the next step is to be planned with the last tokens known. Steps may be in
+        flight.
+        """
+        return bool(choose(self.look(answering)))
+
+    def draft(self, answering: Sequence[Seq], choose: LengthChooser) -> float:
+        """Make drafts that take time, while no step is in flight. Returns how long they took
+        [s].
+        """
+        return 0.0
+
     def look(self, answering: Sequence[Seq]) -> list[DraftOffer]:
         """Offers behind the tokens known so far, with steps in flight: to decide by."""
-        # A look takes time for each answer: a few are looked at in each step, so that drafting
-        # begins with their first tokens.
-        self._steps_to_look = min(len(answering), LOOK_INTERVAL)
+        self._on_look(answering)
         offers = []
         for followed in self._propose(answering):
             tokens = followed.proposal
@@ -106,6 +125,11 @@ class Speculator:
             if tokens:
                 offers.append(self._make_offer(followed, tokens, followed.acceptance.share))
         return offers
+
+    def _on_look(self, answering: Sequence[Seq]) -> None:
+        # A look takes time for each answer: a few are looked at in each step, so that drafting
+        # begins with their first tokens.
+        self._steps_to_look = min(len(answering), LOOK_INTERVAL)
 
     def make_offers(self, answering: Sequence[Seq]) -> list[DraftOffer]:
         """Offers for the next step, while none is in flight."""
@@ -135,14 +159,18 @@ class Speculator:
 
     def _propose(self, answering: Sequence[Seq]) -> list[FollowedSeq]:
         """Take over the tokens that came, and propose for all that may be drafted for."""
-        self._drop_ended()
-        current = [self._follow(seq) for seq in answering if self._limit(seq)]
+        current = self._follow_all(answering)
         fresh = [followed for followed in current if not followed.proposal]
         handles = [followed.seq.handle for followed in fresh]
         proposals = self._drafter.propose(handles, [self._limit(f.seq) for f in fresh])
         for followed, proposal in zip(fresh, proposals, strict=True):
             followed.proposal = proposal
         return current
+
+    def _follow_all(self, answering: Sequence[Seq]) -> list[FollowedSeq]:
+        """Take over the tokens that came. Returns those that may be drafted for."""
+        self._drop_ended()
+        return [self._follow(seq) for seq in answering if self._limit(seq)]
 
     def _limit(self, seq: Seq) -> int:
         """Most drafts of a row of this sequence."""

@@ -299,6 +299,10 @@ class SchedStats:
             else:
                 self.decode_rate = rate
 
+    def on_drafts_made(self, seconds: float) -> None:
+        """The device has spent this time on drafts, besides that of the steps that have them."""
+        self.draft_seconds["spent"] += seconds
+
     def on_drafted(self, seq: Seq, drafts: int, drawn: int) -> None:
         """A row with drafts: so many of them, from the first on, were the tokens drawn."""
         self.draft_rows += 1

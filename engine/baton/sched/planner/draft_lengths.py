@@ -10,6 +10,10 @@ token is in flight). The choice maximizes
 and is found by taking drafts in the order of their probabilities: each is worth it as long as it
 raises the ratio. No draft pays in a large batch, because there a draft costs as much as a row.
 
+Where a model makes the drafts, it does so one token at a time for all rows that get one more: each
+of these drafting steps takes a known time, too. The choice is made for each number of drafting
+steps, from one on, until one more lowers the ratio.
+
 Every PROBE_INTERVAL-th choice against all drafts takes the most promising one all the same: the
 time of a draft is only measured in steps that have some, and a measurement that was too high once
 would keep drafts away for ever.
@@ -32,6 +36,21 @@ class StepCosts(NamedTuple):
     per_draft: float
     wait: float
     """Added once where the step has drafts."""
+    per_drafting_step: float = 0.0
+    """Added for each token of the longest draft."""
+
+
+class DraftingCosts(NamedTuple):
+    """Predicted times of making drafts, in front of the step that has them [s]."""
+
+    per_step: float
+    """Of one more token for all rows that get one."""
+    per_draft: float
+    """Of each of those tokens on top."""
+
+
+NO_DRAFTING_COSTS = DraftingCosts(0.0, 0.0)
+"""Of drafts that are looked up, or made already."""
 
 
 class DraftCandidate(NamedTuple):
@@ -39,6 +58,17 @@ class DraftCandidate(NamedTuple):
     most: int
     """Drafts that the row may have."""
     acceptance: float
+
+
+class DraftChoice(NamedTuple):
+    lengths: dict[int, int]
+    """Drafts by handle; rows without any are left out."""
+    tokens: float
+    """Expected of all rows."""
+    seconds: float
+
+    def is_slower_than(self, other: DraftChoice) -> bool:
+        return self.tokens * other.seconds < other.tokens * self.seconds
 
 
 def choose_draft_lengths(
@@ -50,6 +80,26 @@ def choose_draft_lengths(
         rows: all rows that extend an answer, with drafts or without.
         room: most drafts of the step.
     """
+    longest = max((candidate.most for candidate in candidates), default=0)
+    # Where a drafting step costs nothing, one choice among all lengths is the best one.
+    shortest = 1 if costs.per_drafting_step else longest
+    best: DraftChoice | None = None
+    for steps in range(shortest, longest + 1):
+        choice = _choose_within(candidates, rows, room, costs, steps)
+        # Each further step adds less than the one before and takes as long.
+        if best is not None and choice.is_slower_than(best):
+            break
+        best = choice
+    # Together they may not make up for the wait.
+    if best is None or best.is_slower_than(DraftChoice({}, rows, costs.plain)):
+        return {}
+    return best.lengths
+
+
+def _choose_within(
+    candidates: Sequence[DraftCandidate], rows: int, room: int, costs: StepCosts, steps: int
+) -> DraftChoice:
+    """The best choice with at most `steps` drafts of a row, whose time is spent."""
     heap = [
         (-candidate.acceptance, index)
         for index, candidate in enumerate(candidates)
@@ -58,7 +108,7 @@ def choose_draft_lengths(
     heapq.heapify(heap)
     lengths = [0] * len(candidates)
     tokens = float(rows)
-    seconds = costs.plain + costs.wait
+    seconds = costs.plain + costs.wait + steps * costs.per_drafting_step
     while heap and room > 0:
         negative, index = heap[0]
         # The draft raises the ratio if it gives more tokens per second than the step does so far.
@@ -70,12 +120,10 @@ def choose_draft_lengths(
         room -= 1
         lengths[index] += 1
         candidate = candidates[index]
-        if lengths[index] < candidate.most:
+        if lengths[index] < min(candidate.most, steps):
             heapq.heapreplace(heap, (negative * candidate.acceptance, index))
         else:
             heapq.heappop(heap)
-    # Together they may not make up for the wait.
-    if tokens * costs.plain < rows * seconds:
-        return {}
     chosen = zip(candidates, lengths, strict=True)
-    return {candidate.handle: length for candidate, length in chosen if length}
+    by_handle = {candidate.handle: length for candidate, length in chosen if length}
+    return DraftChoice(by_handle, tokens, seconds)

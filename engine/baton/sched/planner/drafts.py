@@ -14,8 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from baton.sched.planner.draft_lengths import (
+    NO_DRAFTING_COSTS,
     PROBE_INTERVAL,
     DraftCandidate,
+    DraftingCosts,
     StepCosts,
     choose_draft_lengths,
 )
@@ -33,7 +35,7 @@ class DraftPlanner:
     def choose(self, offers: Sequence[DraftOffer], wait: float) -> dict[int, int]:
         """Drafts of the next plan by handle; sometimes a probe."""
         candidates = self._candidates([offer for offer in offers if self._is_current(offer)])
-        lengths = self._choose(candidates, wait)
+        lengths = self._choose(candidates, wait, NO_DRAFTING_COSTS)
         if lengths or not candidates:
             return lengths
         self._refusals += 1
@@ -43,13 +45,17 @@ class DraftPlanner:
         best = max(candidates, key=lambda candidate: candidate.acceptance)
         return {best.handle: 1}
 
-    def would_choose(self, offers: Sequence[DraftOffer], wait: float) -> bool:
-        """True if a step would have some of these drafts, once the last tokens are known that they
-        have to follow.
+    def would_choose(
+        self, offers: Sequence[DraftOffer], wait: float, drafting: DraftingCosts
+    ) -> dict[int, int]:
+        """Drafts by handle that a step would have, once the last tokens are known that they have
+        to follow, if making them takes the time of `drafting`.
         """
-        return bool(self._choose(self._candidates(offers), wait))
+        return self._choose(self._candidates(offers), wait, drafting)
 
-    def _choose(self, candidates: Sequence[DraftCandidate], wait: float) -> dict[int, int]:
+    def _choose(
+        self, candidates: Sequence[DraftCandidate], wait: float, drafting: DraftingCosts
+    ) -> dict[int, int]:
         # Prompts take what a step has room for, and the drafts' tokens would delay them.
         if not candidates or self._has_prompts():
             return {}
@@ -57,7 +63,12 @@ class DraftPlanner:
         rows = sum(map(is_ready_to_decode, self._state.running.values()))
         plain = times.decode_seconds(rows)
         # Before any step is measured a wait has nothing to be compared with.
-        costs = StepCosts(plain, times.draft_seconds(1), wait if plain else 0.0)
+        costs = StepCosts(
+            plain,
+            times.draft_seconds(1) + drafting.per_draft,
+            wait if plain else 0.0,
+            drafting.per_step,
+        )
         room = self._state.limits.step_tokens - rows
         return choose_draft_lengths(candidates, rows, room, costs)
 

@@ -5,6 +5,8 @@ The page ledger is `Scheduler.ledger`, because counting it also checks the books
 
 from __future__ import annotations
 
+from array import array
+
 from baton.cache.kv_events import Stored
 from baton.sched.metrics.step_log import StepLog
 from baton.sched.policies.base import tokens_to_compute
@@ -27,6 +29,11 @@ class SchedulerReport:
     def answering(self) -> list[Seq]:
         """Running sequences whose answers have begun, to be read."""
         return [seq for seq in self._state.running.values() if len(seq.tokens) > seq.prompt_len]
+
+    @property
+    def page_generations(self) -> array[int]:
+        """By page of the pool: how often it has been handed out, to be read."""
+        return self._state.memory.allocator.generations
 
     def load(self) -> LoadReport:
         """Load report for routers."""

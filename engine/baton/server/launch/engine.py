@@ -43,6 +43,7 @@ from baton.models import checkpoint
 from baton.sched.metrics.histogram import GAP_BUCKETS
 from baton.server import logs
 from baton.server.http.app import HttpServer
+from baton.server.launch.draft_model import resolve_draft_model
 from baton.server.launch.listener import (
     BACKLOG,
     HEALTH_CONNECTIONS,
@@ -84,9 +85,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _missing_models(values: dict[str, Any]) -> list[str]:
-    """Directories of --model-path and --tokenizer-path that are not there."""
+    """Directories of --model-path and other paths of models that are not there."""
     found = []
-    for name, flag in (("model_path", "--model-path"), ("tokenizer_path", "--tokenizer-path")):
+    for name in ("model_path", "tokenizer_path", "speculative_draft_model_path"):
+        flag = flag_name(name)
         given = values.get(name)
         if given in (None, "demo"):
             continue
@@ -105,6 +107,7 @@ def run_engine(config: EngineConfig, rank_command: Sequence[str] = RANK_COMMAND)
     logging.getLogger("aiohttp.server").addFilter(_one_line_for_no_request)
     try:
         if config.simulate is None and rank_command is RANK_COMMAND:  # ranks of tests have no model
+            config = resolve_draft_model(config)
             checkpoint.check_checkpoint(config, model_info.resolve(config.model_path))
         return asyncio.run(_Launcher(config, rank_command).run())
     except ConfigError as err:

@@ -211,7 +211,10 @@ RANK = (
         "spec_decode_saved_seconds",
         "time that steps for the accepted tokens alone would have taken, by the rank's estimate",
     ),
-    _counter("spec_decode_spent_seconds", "time that drafted tokens took, by the same estimate"),
+    _counter(
+        "spec_decode_spent_seconds",
+        "time that drafted tokens took, by the same estimate, and a draft model to make them",
+    ),
     _histogram(
         "priority_waiting_time_seconds",
         "arrival of a request to its first admission",

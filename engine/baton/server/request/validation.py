@@ -57,7 +57,8 @@ class RequestValidator:
         self.eos_token_ids = _eos_ids(facts, tokenizer, self.vocabulary)
         self.tenancy = Tenancy(config)
         self.limits = PromptLimits(facts.context_length, tokenizer.max_chars_per_token)
-        is_drafted = config.speculative_algorithm is not None
+        # A draft model reads the answer, not what the client expects of it.
+        is_drafted = config.speculative_algorithm == "NGRAM"
         shared = SharedReader(
             config,
             tokenizer,

@@ -71,16 +71,17 @@ class ModelFacts:
         return ModelNotFound(text, param="model")
 
 
-def resolve(model_path: str) -> Path:
-    """The directory for `--model-path`. Raises ConfigError when it does not exist."""
+def resolve(model_path: str, flag: str = "--model-path") -> Path:
+    """The directory for `--model-path`, or another flag. Raises ConfigError when it does not
+    exist.
+    """
     if model_path == "demo":
         path = Path(baton.__path__[0]) / "models" / "demo"
     else:
-        path = model_directory("--model-path", model_path)
+        path = model_directory(flag, model_path)
     if not is_given(path / "config.json"):
         raise ConfigError(
-            f"--model-path {model_path}: {path} has no config.json; give a Hugging Face model "
-            "directory"
+            f"{flag} {model_path}: {path} has no config.json; give a Hugging Face model directory"
         )
     return path.resolve()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import shlex
@@ -353,9 +354,16 @@ def test_state_file_that_another_cluster_wrote_stays(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_flags_about_answers_go_to_the_nodes_that_compute_them() -> None:
-    plan = parse_flags(["--speculative-algorithm", "NGRAM", "--page-size", "8"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"--speculative-algorithm": "NGRAM"},
+        {"--speculative-algorithm": "STANDALONE", "--speculative-draft-model-path": "demo"},
+    ],
+)
+def test_flags_about_answers_go_to_the_nodes_that_compute_them(flags: dict[str, str]) -> None:
+    plan = parse_flags([*itertools.chain(*flags.items()), "--page-size", "8"])
     prefill, decode = (ClusterNode(role, role, plan).argv() for role in ("prefill", "decode"))
-    assert "--speculative-algorithm" in decode
-    assert "--speculative-algorithm" not in prefill
+    assert set(flags) <= set(decode)
+    assert set(flags).isdisjoint(prefill)
     assert "--page-size" in prefill

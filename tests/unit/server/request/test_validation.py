@@ -571,9 +571,17 @@ def test_prediction_is_left_out_beyond_context(make: Make, tokenizer: Tokenizer)
     assert found.tolist() == tokenizer.encode(text, add_special_tokens=False)[:CONTEXT]
 
 
-def test_prediction_is_checked_and_left_out_where_nothing_is_drafted(
-    unchanged: RequestValidator,
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "d"},
+    ],
+)
+def test_prediction_is_checked_and_left_out_where_nothing_is_drafted_from_it(
+    make: Make, flags: dict[str, str]
 ) -> None:
+    unchanged = make(**flags)
     given = {"type": "content", "content": "hello"}
     accepted = chat(unchanged, prediction=given)
     assert accepted.prediction is None

@@ -1,0 +1,93 @@
+"""A draft model in memory with its pages, and the speculator made of it.
+
+It is computed by the process that draws tokens, alone and undivided, on a runner of its own; its
+steps run on the device thread, between those of the model that it drafts for.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.config import EngineConfig
+from baton.layers.attention import make_backend
+from baton.layers.kv_pool import make_pool
+from baton.models.checkpoint import draft_scratch_pages
+from baton.models.load import load_weights
+from baton.models.spec.model import ModelSpec
+from baton.runtime.engine_loop import DeviceThread
+from baton.runtime.runner.model_runner import ModelRunner
+from baton.runtime.speculation.draft_pages import DraftPages
+from baton.runtime.speculation.model_drafter import DraftLimits, ModelDrafter, TimedResult
+from baton.runtime.speculation.model_speculator import ModelSpeculator
+from baton.runtime.speculation.speculator import Constraints
+from baton.sched.state.report import SchedulerReport
+from baton.sched.types.plan import StepPlan
+
+log = logging.getLogger("baton.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModel:
+    runner: ModelRunner
+    limits: DraftLimits
+    info: dict[str, object]
+    """For GET /get_server_info."""
+
+    def make_speculator(
+        self,
+        most_drafts: int,
+        constraints: Constraints,
+        report: SchedulerReport,
+        device: DeviceThread,
+    ) -> ModelSpeculator:
+        """The model is tried out on the way."""
+
+        def run_plans(plans: Sequence[StepPlan]) -> list[TimedResult]:
+            return device.call(lambda: [self._run_timed(plan) for plan in plans])
+
+        pages = DraftPages(self.limits.page_size, report.page_generations)
+        drafter = ModelDrafter(run_plans, pages, self.limits)
+        drafter.warm_up()
+        return ModelSpeculator(drafter, most_drafts, constraints)
+
+    def _run_timed(self, plan: StepPlan) -> TimedResult:
+        started = time.monotonic()
+        result = self.runner.run_to_end(plan)
+        return result, time.monotonic() - started
+
+
+def load_draft_model(config: EngineConfig, spec: ModelSpec, num_pages: int) -> DraftModel:
+    """Load the model of --speculative-draft-model-path, and allocate its pages.
+
+    Args:
+        num_pages: of the pool of the model that it drafts for.
+    Raises ConfigError for missing or malformed files.
+    """
+    path = Path(str(config.speculative_draft_model_path))
+    model = load_weights(spec, path, config.load_format, config.random_seed)
+    model.pack()
+    scratch = draft_scratch_pages(config)
+    slots = config.max_running_requests
+    # One page group: the model's windows are computed, but leave no page behind.
+    kv = make_pool(spec.kv_spec(config.page_size), num_pages + slots * scratch, native=False)
+    attn = make_backend(config.attention_backend, spec.attention, kv)
+    runner = ModelRunner(model, kv, attn, slots)
+    limits = DraftLimits(config.page_size, num_pages, scratch, spec.max_context)
+    pool_bytes = kv.num_pages * kv.page_bytes
+    log.info(
+        "draft model %s: %.1f M parameters (%s), pages of %.0f MiB beside the KV pool",
+        path, spec.num_parameters / 1e6, spec.dtype, pool_bytes / 2**20,
+    )  # fmt: skip
+    info: dict[str, object] = {
+        "path": str(path),
+        "architecture": spec.architecture,
+        "num_parameters": spec.num_parameters,
+        "dtype": spec.dtype,
+        "context_length": spec.max_context,
+        "kv_pool_bytes": pool_bytes,
+    }
+    return DraftModel(runner, limits, info)
