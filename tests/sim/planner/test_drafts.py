@@ -312,13 +312,17 @@ def test_drafts_that_never_pay_are_probed() -> None:
         ),
         depth=1,
     )  # fmt: skip
-    req = request(0, [1, 2, 3], 200, ignore_eos=True)
+    req = request(0, [1, 2, 3], 2 * PROBE_INTERVAL, ignore_eos=True)
     node.sched.add(req)
     node.step()
     drafted = []
-    for _ in range(2 * PROBE_INTERVAL):
+    for _ in range(PROBE_INTERVAL + 50):
+        (seq,) = node.sched.report.answering()
+        offer = DraftOffer(0, len(seq.tokens), array("i", (0, 0, 0)), 0.01)
+        would_draft = bool(node.sched.draft_lengths([offer], 0.0))
         plan = plan_with(node, [0, 0, 0], acceptance=0.01)
         drafted.append(plan.drafted)
+        assert would_draft == bool(plan.drafted), "nothing is offered where no step would draft"
         node.sched.commit(plan, node.device.execute(plan))
         node.sched.observe(plan, 0.1)
         node.absorb()
@@ -326,7 +330,8 @@ def test_drafts_that_never_pay_are_probed() -> None:
     probes = [i for i, counts in enumerate(drafted[1:], 1) if counts]
     assert probes == [PROBE_INTERVAL]
     assert drafted[PROBE_INTERVAL] == (1,)
-    assert node.outputs[0] == reference(req.prompt, 200, True)[: len(node.outputs[0])]
+    answer = reference(req.prompt, 2 * PROBE_INTERVAL, True)
+    assert node.outputs[0] == answer[: len(node.outputs[0])]
 
 
 def test_steps_with_drafts_teach_nothing_about_others() -> None:

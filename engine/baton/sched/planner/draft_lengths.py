@@ -14,9 +14,9 @@ Where a model makes the drafts, it does so one token at a time for all rows that
 of these drafting steps takes a known time, too. The choice is made for each number of drafting
 steps, from one on, until one more lowers the ratio.
 
-Every PROBE_INTERVAL-th choice against all drafts takes the most promising one all the same: the
-time of a draft is only measured in steps that have some, and a measurement that was too high once
-would keep drafts away for ever.
+Where PROBE_INTERVAL steps had no drafts, the next one takes the most promising one all the same:
+the time of a draft is only measured in steps that have some, and a measurement that was too high
+once would keep drafts away for ever.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
 
-PROBE_INTERVAL = 64
+PROBE_INTERVAL = 256
+"""A probe is a step that nothing overlaps, so it is rarer than one of a hundred."""
 
 
 class StepCosts(NamedTuple):

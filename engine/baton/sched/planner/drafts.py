@@ -29,19 +29,22 @@ from baton.sched.types.sequence import Seq, is_ready_to_decode, partial_of
 class DraftPlanner:
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
-        self._refusals = 0
-        """Choices against all drafts since the last probe."""
+        self._drafted_step = 0
+        """The last one with drafts."""
 
     def choose(self, offers: Sequence[DraftOffer], wait: float) -> dict[int, int]:
         """Drafts of the next plan by handle; sometimes a probe."""
         candidates = self._candidates([offer for offer in offers if self._is_current(offer)])
-        lengths = self._choose(candidates, wait, NO_DRAFTING_COSTS)
-        if lengths or not candidates:
-            return lengths
-        self._refusals += 1
-        if self._refusals < PROBE_INTERVAL or self._has_prompts():
+        lengths = self._choose(candidates, wait, NO_DRAFTING_COSTS) or self._probe(candidates)
+        if lengths:
+            self._drafted_step = self._state.planned_step
+        return lengths
+
+    def _probe(self, candidates: Sequence[DraftCandidate]) -> dict[int, int]:
+        """A draft that is not worth its time, where none has been for long."""
+        is_due = self._state.planned_step - self._drafted_step >= PROBE_INTERVAL
+        if not is_due or not candidates or self._has_prompts():
             return {}
-        self._refusals = 0
         best = max(candidates, key=lambda candidate: candidate.acceptance)
         return {best.handle: 1}
 
@@ -51,7 +54,12 @@ class DraftPlanner:
         """Drafts by handle that a step would have, once the last tokens are known that they have
         to follow, if making them takes the time of `drafting`.
         """
-        return self._choose(self._candidates(offers), wait, drafting)
+        candidates = self._candidates(offers)
+        lengths = self._choose(candidates, wait, drafting)
+        # Who makes drafts that take time also decides when they are probed.
+        if not lengths and drafting == NO_DRAFTING_COSTS:
+            return self._probe(candidates)
+        return lengths
 
     def _choose(
         self, candidates: Sequence[DraftCandidate], wait: float, drafting: DraftingCosts
