@@ -51,6 +51,7 @@ from baton.runtime.runner.model_runner import ModelRunner
 from baton.runtime.speculation.ngram import NgramDrafter
 from baton.runtime.speculation.speculator import Speculator
 from baton.sched.setup import from_config
+from baton.sched.setup.limits import Limits
 from baton.sched.state.report import SchedulerReport
 
 log = logging.getLogger("baton.engine")
@@ -169,10 +170,7 @@ def load_rank(
     spec = model.spec
     context = _context_length(config, spec)
     draft_spec = read_draft_spec(config)
-    draft_sizes = NO_DRAFT_MODEL
-    if draft_spec is not None:
-        check_draft_vocabulary(config, draft_spec, spec.vocab_size)
-        draft_sizes = DraftModelSizes.of(config, draft_spec)
+    draft_sizes = _draft_sizes(config, draft_spec, spec.vocab_size)
     pages = _requested_pages(config, spec, compute, draft_sizes)
     memory = placed.memory
     if memory is not None:
@@ -211,30 +209,39 @@ def load_rank(
         "cpu_threads": threads,
         "device": str(compute),
         "context_length": context,
-        "host_pages": host_pages,
         "dtype": spec.dtype,
-        "kv_cache_dtype": kv.spec.page_dtype,
         "layout": layout,
-        "page_groups": kv.spec.summary,
-        "max_total_num_tokens": limits.capacity_tokens,
-        "kv_pool_bytes": pages * kv.page_bytes,
-        "num_pages": pages,
+        **_pool_info(kv, pages, host_pages, limits),
     }
     if spec.states:
         info["state_bytes_per_sequence"] = runner.state_bytes
     if draft_model is not None:
         info["draft_model"] = draft_model.info
+    longest = spec.max_context
     return LoadedModel(
-        config,
-        runner,
-        kv,
-        layout,
-        info,
-        spec.max_context,
-        host_pages,
-        placed.group,
-        draft_model,
+        config, runner, kv, layout, info, longest, host_pages, placed.group, draft_model
     )
+
+
+def _pool_info(kv: KvTensors, pages: int, host_pages: int, limits: Limits) -> dict[str, object]:
+    """The KV pool, for GET /get_server_info."""
+    return {
+        "host_pages": host_pages,
+        "kv_cache_dtype": kv.spec.page_dtype,
+        "page_groups": kv.spec.summary,
+        "max_total_num_tokens": limits.capacity_tokens,
+        "kv_pool_bytes": pages * kv.page_bytes,
+        "num_pages": pages,
+    }
+
+
+def _draft_sizes(
+    config: EngineConfig, draft_spec: ModelSpec | None, vocab_size: int
+) -> DraftModelSizes:
+    if draft_spec is None:
+        return NO_DRAFT_MODEL
+    check_draft_vocabulary(config, draft_spec, vocab_size)
+    return DraftModelSizes.of(config, draft_spec)
 
 
 def _read_spec(
