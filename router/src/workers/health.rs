@@ -253,7 +253,7 @@ impl Watch {
             }
         };
         let is_hung = matches!(probe, Probe::Silent { .. });
-        let is_out = is_hung || matches!(probe, Probe::Draining) || !counter.is_healthy();
+        let is_out = is_hung || !counter.is_healthy();
         match probe {
             Probe::Draining => {
                 fleet.set_state(worker, WorkerState::Draining, None);
@@ -273,9 +273,14 @@ impl Watch {
             _ => {}
         }
         let interval = Duration::from_secs(config.health_check_interval_secs);
-        let is_undescribed = matches!(worker.state(), WorkerState::Starting { .. });
+        // One that drains may end between two probes: a broken one is no reason to wait longer for
+        // the process that follows.
+        let is_awaited = matches!(
+            worker.state(),
+            WorkerState::Starting { .. } | WorkerState::Draining
+        );
         // A worker that is out may return.
-        if is_out || is_undescribed {
+        if is_out || is_awaited {
             interval.min(RECOVERY_PAUSE)
         } else {
             interval

@@ -95,7 +95,7 @@ class TransferRank:
         self.node.publish(room, GROUP, first, packed(pages))
 
     def finish(self, room: int, total: int) -> None:
-        self.node.finish(room, [(GROUP, 0, total, 1)], b"first token")
+        self.node.finish(room, [(GROUP, 0, total, 1, None)], b"first token")
 
     def prefill(self, room: int, pages: Sequence[int]) -> None:
         self.offer(room)
@@ -108,7 +108,7 @@ class TransferRank:
         self.node.open(room, 0, host, bootstrap_port, 0, HASH, DEADLINE_MS)
 
     def grant(self, room: int, pages: Sequence[int]) -> None:
-        self.node.grant(room, [(GROUP, 0, packed(pages))])
+        self.node.grant(room, [(GROUP, 0, packed(pages), None)])
 
     def holds(self, room: int, pages: Sequence[int]) -> bool:
         """True if these pages of the pool have the content of the room's prompt."""

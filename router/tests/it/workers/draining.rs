@@ -180,6 +180,28 @@ async fn drained_worker_that_is_stopped_and_started_again_serves() {
 }
 
 #[tokio::test]
+async fn drained_worker_whose_probe_breaks_once_is_still_probed_often() {
+    timed(async {
+        let mock = Mock::start(&[]).await.with_drain();
+        let router = Router::regular(&[&mock], &RARELY).await;
+        let drain = format!("/workers/{}/drain", id_of(&router, &mock).await);
+        assert_eq!(router.post(&drain, &Value::Null).await.status, 202);
+        is_in(&router, &mock, "draining").await;
+        // As from a process that ends while it answers.
+        mock.set_unhealthy(true);
+        mock.set_draining(false);
+        eventually("a probe is broken", || async {
+            let bad = "baton_router_health_probes_total{result=\"bad\",role=\"regular\"}";
+            router.metric(bad).await >= 1.0
+        })
+        .await;
+        mock.set_unhealthy(false);
+        is_in(&router, &mock, "ready").await;
+    })
+    .await;
+}
+
+#[tokio::test]
 async fn worker_without_the_route_is_drained_by_this_router_alone_and_the_answer_says_so() {
     timed(async {
         let mock = Mock::start(&[]).await;
