@@ -8,6 +8,7 @@ computed in float32 element by element.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -354,6 +355,8 @@ def quantize(source: Path, name: str, folder: Path) -> tuple[Path, Path]:
     tensors = load_file(source / "model.safetensors")
     quantized: Roles = {}
     plain: Roles = {}
+    # Writers of these formats leave experts plain that are stacked in one tensor, and say so.
+    stacked = [] if is_chosen is is_joint else sorted(filter(is_joint, tensors))
     for tensor_name, tensor in tensors.items():
         if not is_chosen(tensor_name):
             quantized[tensor_name] = plain[tensor_name] = tensor
@@ -366,9 +369,21 @@ def quantize(source: Path, name: str, folder: Path) -> tuple[Path, Path]:
         if made.config.get("activation_scheme") == "static":
             quantized[f"{module}.input_scale"] = torch.tensor(0.5)
     return (
-        write_checkpoint(source, folder / "quantized", quantized, made.config),
+        write_checkpoint(source, folder / "quantized", quantized, _excluding(made.config, stacked)),
         write_checkpoint(source, folder / "plain", plain, None),
     )
+
+
+def _excluding(config: dict[str, Any], modules: list[str]) -> dict[str, Any]:
+    """The `quantization_config` of a format that leaves modules plain."""
+    if not modules:
+        return config
+    if config["quant_method"] == "gptq":
+        return {**config, "dynamic": {f"-:{re.escape(module)}": {} for module in modules}}
+    member = (
+        "ignore" if config["quant_method"] == "compressed-tensors" else "modules_to_not_convert"
+    )
+    return {**config, member: [*config.get(member, []), *modules]}
 
 
 def write_checkpoint(
