@@ -50,6 +50,14 @@ class GroupRule:
     size: int
     width: int
     """Pages of the pool that one page of tokens takes."""
+    rolling: int = 0
+    """`state`: where an answer grows beyond a multiple of so many tokens, its snapshot there
+    replaces its one before. 0: it has none.
+    """
+
+    def rolling_tokens(self, page_size: int) -> int:
+        """Tokens from one rolling snapshot of an answer to the next, whole pages; 0: it has none."""
+        return -(-self.rolling // page_size) * page_size
 
     def first_visible(self, position: int) -> int:
         """First token that a row beginning at `position` reads."""

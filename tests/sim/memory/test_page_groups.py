@@ -51,6 +51,8 @@ STATES = {
     "large": (GroupRule("state", 64, 40),),
     "behind a window": (GroupRule("window", 5, 2), GroupRule("state", 8, 3)),
     "none spared": (GroupRule("state", 10_000, 2),),
+    "rolling": (GroupRule("state", 10_000, 3, 1),),
+    "rolling behind others": (GroupRule("window", 5, 1), GroupRule("state", 24, 2, 7)),
 }
 
 

@@ -308,6 +308,9 @@ class WatchedScheduler(Scheduler):
             for group, held, block_counts in zip(groups, seq.further, block_locks, strict=False):
                 private.extend(held.private)
                 of_kind[group.rule.kind].update(held.pages)
+                of_kind[group.rule.kind].update(held.rolling)
+                assert held.private.issuperset(held.rolling)
+                assert set(held.rolling).isdisjoint(held.pages)
                 assert len(held.pages) == len(seq.pages) * group.width
                 for place in range(len(seq.pages)):
                     block = list(held.pages[place * group.width : (place + 1) * group.width])

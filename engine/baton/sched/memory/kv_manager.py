@@ -85,9 +85,16 @@ class KvManager:
         self._groups = self.cache.groups
         self._states: GroupPages | None = None
         """Snapshots of states, for models that have some."""
-        for group in self._groups:
+        self._states_index = -1
+        self.rolling_tokens = 0
+        """Tokens from one rolling snapshot of an answer to the next; 0: none is taken."""
+        for index, group in enumerate(self._groups):
             if group.rule.kind == "state":
                 self._states = group
+                self._states_index = index
+                # A snapshot that no other sequence can find is worth nothing.
+                if limits.radix_cache:
+                    self.rolling_tokens = group.rule.rolling_tokens(limits.page_size)
         self._attention_groups = [group for group in self._groups if group is not self._states]
         self.pages_per_block = 1 + sum(group.width for group in self._attention_groups)
         """Pages of the pool that one more page of tokens needs, in all groups."""
@@ -174,7 +181,7 @@ class KvManager:
         pages = len(seq.pages)
         for group, held in zip(self._groups, seq.further, strict=False):
             own = held.pages[held.first * group.width :]
-            pages += len(own) - own.count(NO_PAGE)
+            pages += len(own) - own.count(NO_PAGE) + len(held.rolling)
         return pages + len(seq.state_pages)
 
     def private_pages(self, seq: Seq) -> int:
@@ -628,8 +635,12 @@ class KvManager:
         """`extend` by `need` pages of tokens in all groups, and `state_pages` for a state."""
         self._hold_further(seq)
         # A snapshot that is left behind before the tree has it would be lost.
-        if self._states is not None and any(held.private for held in seq.further):
+        if self._states is not None and any(
+            len(held.private) > len(held.rolling) for held in seq.further
+        ):
             self.publish(seq)
+            if seq.is_decoding:
+                self._keep_newest(seq, self._states, position)
         self._leave_behind(seq, position)
         first = len(seq.pages)
         end = first + need
@@ -688,12 +699,82 @@ class KvManager:
             held.pages[place * width : (place + 1) * width] = pages
             held.private.update(pages)
 
+    def roll_snapshot(self, seq: Seq, tokens: int) -> tuple[int, int, array[int]]:
+        """Move an answer's rolling snapshot to the page that ends behind `tokens` tokens.
+
+        The pages are the same ones: the end of an answer is not known before it has come, and its
+        state cannot step back. So the last border that a row reached has the snapshot, and the
+        tree gets it when the sequence leaves (`publish`).
+        Returns (number of the group, page of tokens, pages that the row writes: none without room).
+        """
+        assert self._states is not None, "models with states have rolling snapshots"
+        group = self._states
+        held = seq.further[self._states_index]
+        place = tokens // self.page_size - 1
+        # The tree gets the one that is taken here anyway.
+        if held.pages[place * group.width] != NO_PAGE:
+            return self._states_index, place, array("i")
+        if not held.rolling:
+            pages = self._allocate_snapshot(group)
+            if pages is None:
+                return self._states_index, place, array("i")
+            held.rolling = pages
+            held.private.update(pages)
+        held.rolling_place = place
+        return self._states_index, place, held.rolling
+
+    def _keep_newest(self, seq: Seq, group: GroupPages, position: int) -> None:
+        """Keep the newest snapshot that the tree does not take from a running sequence as its
+        rolling one: what is left behind next would be lost.
+        """
+        held = seq.further[self._states_index]
+        width = group.width
+        for place in reversed(range(held.first, position // self.page_size)):
+            pages = held.pages[place * width : (place + 1) * width]
+            if pages[0] in held.private:
+                self._drop_rolling(seq)
+                held.pages[place * width : (place + 1) * width] = array("i", (NO_PAGE,)) * width
+                held.rolling = pages
+                held.rolling_place = place
+                return
+
+    def _drop_rolling(self, seq: Seq) -> bool:
+        """Free a sequence's rolling snapshot. Returns whether there was one."""
+        # The sequence holds no pages, or none of states.
+        if self._states is None or not seq.further:
+            return False
+        held = seq.further[self._states_index]
+        freed = held.rolling
+        held.rolling = array("i")
+        held.private.difference_update(freed)
+        self._private_snapshots -= len(freed)
+        self.allocator.free(freed)
+        return bool(freed)
+
+    def _end_rolling(self, seq: Seq, first: int, last: int) -> None:
+        """Put the rolling snapshot of a sequence that leaves into its table, where pages of tokens
+        [first, last) go to the tree.
+        """
+        # The sequence holds no pages, or none of states.
+        if self._states is None or not seq.further:
+            return
+        held = seq.further[self._states_index]
+        place = held.rolling_place
+        # A row in flight has brought the state behind the answer's end, or the tree has a newer one.
+        if not held.rolling or not first <= place < last:
+            return
+        width = self._states.width
+        held.pages[place * width : (place + 1) * width] = held.rolling
+        held.first = min(held.first, place)
+        held.rolling = array("i")
+
     def _drop_snapshots(self, seq: Seq) -> bool:
         """Free a sequence's snapshots that the tree lacks. Returns whether there were any."""
         if self._states is None:
             return False
+        had_rolling = self._drop_rolling(seq)
         width = self._states.width
-        held = seq.further[self._groups.index(self._states)]
+        held = seq.further[self._states_index]
         freed = array("i")
         # The row that fills the last page writes the snapshot there, which the runner knows of.
         for place in range(held.first, seq.computed // self.page_size):
@@ -704,7 +785,7 @@ class KvManager:
         held.private.difference_update(freed)
         self._private_snapshots -= len(freed)
         self.allocator.free(freed)
-        return bool(freed)
+        return had_rolling or bool(freed)
 
     def _allocate_snapshot(self, group: GroupPages) -> array[int] | None:
         """Pages for a snapshot within the share of the pool; None: there are none to spare."""
@@ -756,6 +837,7 @@ class KvManager:
         for seq in seqs:
             if seq.further:
                 self._leave_behind(seq, seq.computed)
+                self._drop_rolling(seq)
         return self.available > before
 
     def _give_back(
@@ -840,6 +922,8 @@ class KvManager:
             # Pages computed from a damaged one would give other sequences wrong tokens.
             return
         priority = self._priority.base(seq)
+        if leaves:
+            self._end_rolling(seq, first, last)
         if self._states is not None and not leaves:
             probe = self.cache.probe(seq.key, seq.req.namespace, last * self.page_size)
             known = probe.num_tokens // self.page_size
@@ -873,7 +957,7 @@ class KvManager:
     def _give_snapshots(self, seq: Seq, states: GroupPages, places: range, priority: int) -> None:
         """Let the tree have a sequence's snapshots at pages of tokens that it has already."""
         width = states.width
-        held = seq.further[self._groups.index(states)]
+        held = seq.further[self._states_index]
         further = [
             own.pages[places.start * group.width : places.stop * group.width]
             if group is states
@@ -950,6 +1034,7 @@ class KvManager:
         if seq.private:
             self.allocator.free(array("i", sorted(seq.private)))
             seq.private.clear()
+        self._drop_rolling(seq)
         for group, held in zip(self._groups, seq.further, strict=False):
             self._give_back(group, held, len(seq.pages), left_behind=False)
         seq.further = []

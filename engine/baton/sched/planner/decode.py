@@ -7,11 +7,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping
 
+from baton.sched.memory.kv_manager import KvManager
 from baton.sched.memory.preemption import retraction_victim
 from baton.sched.planner.draft import PlanDraft
 from baton.sched.planner.drafts import fitting_draft
 from baton.sched.state.tables import SchedulerState
-from baton.sched.types.plan import UNKNOWN_TOKEN, new_row
+from baton.sched.types.plan import UNKNOWN_TOKEN, FurtherGrowth, new_row
 from baton.sched.types.sequence import Seq, SeqState, is_ready_to_decode
 
 UNKNOWN = array("i", (UNKNOWN_TOKEN,))
@@ -32,6 +33,7 @@ def plan_decode_rows(
     memory = state.memory
     page_size = state.limits.page_size
     running = state.running
+    rolling = memory.rolling_tokens
     rows = draft.rows
     # A sequence takes at most one page of each group: only with fewer pages than that can one lack
     # its own. Found before any row is made, because a retraction may take a sequence whose row
@@ -63,6 +65,8 @@ def plan_decode_rows(
         # The runner does not know the sequence: its row brings tokens, parameters and all pages.
         if sent == 0:
             draft.add_row(seq, 1)
+            if rolling and total % rolling == 0:
+                _roll_snapshot(memory, draft, seq, total)
             continue
         pages = NO_PAGES
         num_pages = len(seq.pages)
@@ -71,6 +75,8 @@ def plan_decode_rows(
             if seq.further:
                 draft.add_further(seq)
             seq.pages_sent_to_runner = num_pages
+        if rolling and total % rolling == 0:
+            _roll_snapshot(memory, draft, seq, total)
         tokens = UNKNOWN if inflight else tokens_known[start:]
         rows.append(new_row((seq.handle, seq.slot, start, 1, True, tokens, sent, pages)))
         seq.computed = total
@@ -80,6 +86,14 @@ def plan_decode_rows(
     for seq, num_drafts in with_drafts:
         draft.add_row(seq, 1, state.draft_offers[seq.handle].tokens[:num_drafts])
     return prompts
+
+
+def _roll_snapshot(memory: KvManager, draft: PlanDraft, seq: Seq, tokens: int) -> None:
+    """Let a row that ends behind `tokens` tokens of an answer take its rolling snapshot."""
+    group, place, pages = memory.roll_snapshot(seq, tokens)
+    # There is no room, or the table has a snapshot here that the tree gets anyway.
+    if pages:
+        draft.further.append(FurtherGrowth(seq.slot, group, place * len(pages), pages))
 
 
 def _find_starved(state: SchedulerState) -> set[int]:

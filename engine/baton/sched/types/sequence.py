@@ -84,6 +84,11 @@ class FurtherPages:
     private: set[int] = field(default_factory=set)
     first: int = 0
     """First block that is held: all that follow are."""
+    rolling: array[int] = field(default_factory=lambda: array("i"))
+    """Private pages outside the table, of the newest snapshot that the tree gets at the sequence's
+    end. Empty: there is none."""
+    rolling_place: int = -1
+    """The page of tokens that the rolling snapshot stands at the end of."""
 
 
 @dataclass(slots=True, eq=False)
