@@ -70,11 +70,8 @@ def representatives() -> list[str]:
 
 def is_valid(case: Case) -> bool:
     """Ranks are compared in one node; sums over ranks round otherwise than one process does in
-    bfloat16. There is no FP8 cache of latents, and none beside states. Prompts that begin alike and
-    are computed together leave no snapshot of their end on a single node that goes on with them."""
+    bfloat16. There is no FP8 cache of latents, and none beside states."""
     _, config = VARIANTS[case["variant"]]
-    if case["variant"] in WITH_STATES and (case["nodes"], case["event"]) == ("one", "prefix hit"):
-        return False
     has_no_codes = "kv_lora_rank" in config or case["variant"] in WITH_STATES
     if case["form"] == "FP8 cache" and has_no_codes:
         return False

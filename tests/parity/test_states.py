@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from baton.layers.kv_spec import ROLLING_SNAPSHOT_TOKENS
 from tests.parity.conftest import Reference
 from tests.parity.test_engine import prompts_of
 from tests.parity.test_preempted_tokens import storm
@@ -98,7 +99,6 @@ def test_suspended_and_resumed_the_tokens_are_transformers(
     ref = reference(VARIANT)
     prompts = prompts_of(random.Random(3), LENGTHS)
     want = ref.answers(prompts, STEPS)
-    engine = make_engine(ref.path, page_size=16, chunked_prefill_size=64, preemption_mode=mode)
     engine = make_engine(
         ref.path,
         page_size=16,
@@ -119,4 +119,27 @@ def test_long_answers_equal_transformers(reference: Callable[[str], Reference]) 
     engine = make_engine(ref.path, chunked_prefill_size=48)
     want = ref.answers(prompts, LONG_ANSWER)
     assert answer(engine, prompts, greedy(LONG_ANSWER)) == want
+    engine.close()
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_next_turn_begins_at_the_last_snapshot_of_the_answer(
+    reference: Callable[[str], Reference], page_size: int
+) -> None:
+    ref = reference(VARIANT)
+    prompts = prompts_of(random.Random(6), [9, 100])
+    engine = make_engine(ref.path, page_size=page_size)
+    answers = answer(engine, prompts, greedy(LONG_ANSWER))
+    turns = [
+        prompt + tokens + more
+        for prompt, tokens, more in zip(
+            prompts, answers, prompts_of(random.Random(7), [5, 30]), strict=True
+        )
+    ]
+    before = engine.sched.hit_tokens["device"]
+    assert answer(engine, turns, greedy(STEPS)) == ref.answers(turns, STEPS)
+    ends = [len(prompt + tokens) - 1 for prompt, tokens in zip(prompts, answers, strict=True)]
+    want = sum(end // ROLLING_SNAPSHOT_TOKENS * ROLLING_SNAPSHOT_TOKENS for end in ends)
+    assert engine.sched.hit_tokens["device"] - before == want
+    engine.sched.ledger().check_idle(engine.sched.limits.num_pages)
     engine.close()

@@ -80,6 +80,44 @@ def test_prefix_is_found_up_to_a_snapshot() -> None:
     assert node.device.snapshots_read == 2
 
 
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 7, 8, 9, 40])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_next_turn_is_found_up_to_the_last_border_of_the_answer(length: int, depth: int) -> None:
+    node = Node(limits_of(400, (GroupRule("state", 10_000, 5, 4),)), depth=depth)
+    prompt = [n % 5 for n in range(22)]
+    answer = reference(array("i", prompt), length, True)
+    node.sched.add(request(0, prompt, length, ignore_eos=True))
+    node.run()
+    answer_all(node, [[*prompt, *answer, 1, 2, 3]])
+    # No row has computed the answer's last token, and none of more than the prompt's last page.
+    assert node.cached[1] == (22 + length - 1) // 4 * 4
+    assert node.device.snapshots_read == 1
+
+
+def test_rolling_snapshot_goes_before_a_request_is_retracted() -> None:
+    """Two answers that fill the pool, but for what their snapshots take."""
+    node = Node(limits_of(40, (GroupRule("state", 10_000, 8, 4),), watermark=0.0), depth=1)
+    for handle in range(2):
+        node.sched.add(request(handle, [handle] * 5, 70, ignore_eos=True))
+    most = 0
+    while node.step():
+        most = max(most, *(len(h.rolling) for s in node.probe.seqs.values() for h in s.further), 0)
+        node.sched.ledger()
+    assert most == 8
+    assert node.sched.report.counters()["retractions_total"] == 0
+
+
+def test_prompt_beside_one_that_begins_alike_leaves_its_end() -> None:
+    """The tree has the tokens of either without a snapshot in front of the other."""
+    node = Node(limits_of(400, (GroupRule("state", 10_000, 5, 64),)), depth=2)
+    prompts = [[n % 5 for n in range(22)] + [end] * 19 for end in (1, 2)]
+    for handle, prompt in enumerate(prompts):
+        node.sched.add(request(handle, prompt, 6, ignore_eos=True))
+    node.run()
+    answer_all(node, prompts)
+    assert node.cached == {0: 0, 1: 0, 2: 40, 3: 40}
+
+
 def test_snapshots_keep_to_their_share_of_the_pool() -> None:
     rule = GroupRule("state", 4, 5)
     node = Node(limits_of(200, (rule,), state_snapshot_share=0.25), depth=1)
