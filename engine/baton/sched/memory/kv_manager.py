@@ -104,6 +104,10 @@ class KvManager:
         path, and their first pages."""
         self._private_snapshots = 0
         """Pages of snapshots that the tree does not have."""
+        self._rolling: dict[int, FurtherPages] = {}
+        """By handle, whose rolling snapshots give way to any allocation."""
+        self._rolled: list[Seq] = []
+        """Sequences whose rolling snapshot the plan that is being made writes."""
         self._parked: dict[int, StateCopy] = {}
         """States that the next plan copies out of the slots that they had, by handle."""
         self._limits = limits
@@ -159,8 +163,14 @@ class KvManager:
 
     @property
     def available(self) -> int:
-        """Pages that an allocation can get: free or evictable."""
-        return self.allocator.free_count + self.cache.evictable_pages
+        """Pages that an allocation can get: free, evictable, or of rolling snapshots."""
+        pages = self.allocator.free_count + self.cache.evictable_pages
+        return pages + self._rolling_pages if self._rolling else pages
+
+    @property
+    def _rolling_pages(self) -> int:
+        assert self._states is not None, "models with states have rolling snapshots"
+        return len(self._rolling) * self._states.width
 
     def pages(self, tokens: int) -> int:
         """Pages that so many tokens fill, the last one perhaps in part."""
@@ -181,7 +191,7 @@ class KvManager:
         pages = len(seq.pages)
         for group, held in zip(self._groups, seq.further, strict=False):
             own = held.pages[held.first * group.width :]
-            pages += len(own) - own.count(NO_PAGE) + len(held.rolling)
+            pages += len(own) - own.count(NO_PAGE)
         return pages + len(seq.state_pages)
 
     def private_pages(self, seq: Seq) -> int:
@@ -355,6 +365,9 @@ class KvManager:
         """
         pages_alone = self._locked_alone(seq)
         freed_pages = self.private_pages(seq) + pages_alone + self.growth(seq)
+        # Its rolling snapshot is available already.
+        if self._states is not None and seq.handle in self._rolling:
+            freed_pages -= self._states.width
         for group, held in zip(self._groups, seq.further, strict=False):
             blocks = held.pages[held.first * group.width :: group.width]
             freed_pages += sum(map(group.is_locked_once, blocks)) * group.width
@@ -374,7 +387,9 @@ class KvManager:
         # Cached pages stay as long as there are free ones: each may spare a later request its
         # prefill.
         if short > 0:
-            self.cache.evict(short)
+            short -= self.cache.evict(short)
+            while short > 0 and self._rolling:
+                short -= self._drop_rolling(next(iter(self._rolling)))
         pages = self.allocator.alloc(n)
         # The next plan tells the runner which pages have a new owner.
         if pages is not None:
@@ -721,6 +736,9 @@ class KvManager:
             held.rolling = pages
             held.private.update(pages)
         held.rolling_place = place
+        # A second owner in this plan would write in the same step.
+        self._rolling.pop(seq.handle, None)
+        self._rolled.append(seq)
         return self._states_index, place, held.rolling
 
     def _keep_newest(self, seq: Seq, group: GroupPages, position: int) -> None:
@@ -732,24 +750,32 @@ class KvManager:
         for place in reversed(range(held.first, position // self.page_size)):
             pages = held.pages[place * width : (place + 1) * width]
             if pages[0] in held.private:
-                self._drop_rolling(seq)
+                self._free_rolling(seq)
                 held.pages[place * width : (place + 1) * width] = array("i", (NO_PAGE,)) * width
                 held.rolling = pages
                 held.rolling_place = place
+                self._rolling[seq.handle] = held
                 return
 
-    def _drop_rolling(self, seq: Seq) -> bool:
-        """Free a sequence's rolling snapshot. Returns whether there was one."""
+    def _free_rolling(self, seq: Seq) -> None:
+        """Free a sequence's rolling snapshot, if it has one."""
         # The sequence holds no pages, or none of states.
         if self._states is None or not seq.further:
-            return False
+            return
         held = seq.further[self._states_index]
+        if held.rolling:
+            self._rolling[seq.handle] = held
+            self._drop_rolling(seq.handle)
+
+    def _drop_rolling(self, handle: int) -> int:
+        """Free a rolling snapshot that gives way. Returns how many pages it had."""
+        held = self._rolling.pop(handle)
         freed = held.rolling
         held.rolling = array("i")
         held.private.difference_update(freed)
         self._private_snapshots -= len(freed)
         self.allocator.free(freed)
-        return bool(freed)
+        return len(freed)
 
     def _end_rolling(self, seq: Seq, first: int, last: int) -> None:
         """Put the rolling snapshot of a sequence that leaves into its table, where pages of tokens
@@ -767,12 +793,12 @@ class KvManager:
         held.pages[place * width : (place + 1) * width] = held.rolling
         held.first = min(held.first, place)
         held.rolling = array("i")
+        self._rolling.pop(seq.handle, None)
 
     def _drop_snapshots(self, seq: Seq) -> bool:
         """Free a sequence's snapshots that the tree lacks. Returns whether there were any."""
         if self._states is None:
             return False
-        had_rolling = self._drop_rolling(seq)
         width = self._states.width
         held = seq.further[self._states_index]
         freed = array("i")
@@ -785,7 +811,7 @@ class KvManager:
         held.private.difference_update(freed)
         self._private_snapshots -= len(freed)
         self.allocator.free(freed)
-        return had_rolling or bool(freed)
+        return bool(freed)
 
     def _allocate_snapshot(self, group: GroupPages) -> array[int] | None:
         """Pages for a snapshot within the share of the pool; None: there are none to spare."""
@@ -796,7 +822,8 @@ class KvManager:
                 return None
             self.allocator.free(group.pop_block(*evicted))
         # Without the watermark a snapshot would take the room that decoding needs next.
-        if self.available < group.width + self.watermark:
+        # One that takes the place of another's rolling snapshot would be lost like that.
+        if self.available - self._rolling_pages < group.width + self.watermark:
             return None
         pages = self.allocate(group.width)
         if pages is not None:
@@ -837,7 +864,6 @@ class KvManager:
         for seq in seqs:
             if seq.further:
                 self._leave_behind(seq, seq.computed)
-                self._drop_rolling(seq)
         return self.available > before
 
     def _give_back(
@@ -982,9 +1008,14 @@ class KvManager:
             self._given.append((inserted.node, given))
 
     def release_given(self) -> None:
-        """Let snapshots be evicted that sequences of this plan gave to the tree: the next owner
-        of their pages writes in a later step than the one that takes them.
+        """Let snapshots go that this plan writes, rolling ones and those that sequences gave to the
+        tree: the next owner of their pages writes in a later step than the one that takes them.
         """
+        for seq in self._rolled:
+            # A sequence that has left meanwhile has none.
+            if seq.further and seq.further[self._states_index].rolling:
+                self._rolling[seq.handle] = seq.further[self._states_index]
+        self._rolled = []
         for node, blocks in self._given:
             self.cache.unlock(node)
             for block in blocks:
@@ -1034,7 +1065,7 @@ class KvManager:
         if seq.private:
             self.allocator.free(array("i", sorted(seq.private)))
             seq.private.clear()
-        self._drop_rolling(seq)
+        self._free_rolling(seq)
         for group, held in zip(self._groups, seq.further, strict=False):
             self._give_back(group, held, len(seq.pages), left_behind=False)
         seq.further = []

@@ -42,6 +42,7 @@ def plan_decode_rows(
     starved = _find_starved(state) if memory.available < most_pages else ()
     prompts: list[Seq] = []
     with_drafts: list[tuple[Seq, int]] = []
+    at_border: list[Seq] = []
     for seq in running.values():
         tokens_known = seq.tokens
         inflight = seq.inflight
@@ -66,7 +67,7 @@ def plan_decode_rows(
         if sent == 0:
             draft.add_row(seq, 1)
             if rolling and total % rolling == 0:
-                _roll_snapshot(memory, draft, seq, total)
+                at_border.append(seq)
             continue
         pages = NO_PAGES
         num_pages = len(seq.pages)
@@ -76,21 +77,24 @@ def plan_decode_rows(
                 draft.add_further(seq)
             seq.pages_sent_to_runner = num_pages
         if rolling and total % rolling == 0:
-            _roll_snapshot(memory, draft, seq, total)
+            at_border.append(seq)
         tokens = UNKNOWN if inflight else tokens_known[start:]
         rows.append(new_row((seq.handle, seq.slot, start, 1, True, tokens, sent, pages)))
         seq.computed = total
         seq.inflight = inflight + 1
         seq.inflight_steps += 1
+    # Behind all rows, which need the pages more.
+    for seq in at_border:
+        _roll_snapshot(memory, draft, seq)
     # Attention takes rows of one token apart from longer ones.
     for seq, num_drafts in with_drafts:
         draft.add_row(seq, 1, state.draft_offers[seq.handle].tokens[:num_drafts])
     return prompts
 
 
-def _roll_snapshot(memory: KvManager, draft: PlanDraft, seq: Seq, tokens: int) -> None:
-    """Let a row that ends behind `tokens` tokens of an answer take its rolling snapshot."""
-    group, place, pages = memory.roll_snapshot(seq, tokens)
+def _roll_snapshot(memory: KvManager, draft: PlanDraft, seq: Seq) -> None:
+    """Let the row of a sequence take its rolling snapshot."""
+    group, place, pages = memory.roll_snapshot(seq, seq.computed)
     # There is no room, or the table has a snapshot here that the tree gets anyway.
     if pages:
         draft.further.append(FurtherGrowth(seq.slot, group, place * len(pages), pages))
