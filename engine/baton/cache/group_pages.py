@@ -56,7 +56,7 @@ class GroupRule:
     """
 
     def rolling_tokens(self, page_size: int) -> int:
-        """Tokens from one rolling snapshot of an answer to the next, whole pages; 0: it has none."""
+        """Tokens from one rolling snapshot of an answer to the next, whole pages; 0: none."""
         return -(-self.rolling // page_size) * page_size
 
     def first_visible(self, position: int) -> int:

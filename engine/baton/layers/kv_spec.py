@@ -73,8 +73,7 @@ def _hash_scales(scales: Sequence[KvScales]) -> str:
 
 ROLLING_SNAPSHOT_TOKENS = 64
 """Tokens of an answer from one rolling snapshot to the next (cache.group_pages). The copy moves a
-state's bytes four times, a step moves them twice: each 64 tokens that is 3 % of what states move, and
-each page of 16 would be 12 %."""
+state's bytes four times, a step moves them twice: every 64 tokens that is 3 % of what states move."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -786,7 +786,7 @@ class KvManager:
             return
         held = seq.further[self._states_index]
         place = held.rolling_place
-        # A row in flight has brought the state behind the answer's end, or the tree has a newer one.
+        # A row in flight went beyond the answer's end, or the tree has a newer one.
         if not held.rolling or not first <= place < last:
             return
         width = self._states.width
