@@ -233,3 +233,26 @@ def test_decode_node_computes_prompts_without_a_room_itself(
             )
         pair.until(lambda: pair.d.finished.issuperset(range(1, 4)))
         assert [pair.d.got[handle] for handle in range(1, 4)] == want
+
+
+def test_decode_node_computes_the_next_turn_behind_its_answers_last_snapshot(
+    reference: Callable[[str], Reference],
+) -> None:
+    ref = reference(WITH_STATES[0])
+    prompts = prompts_of(random.Random(11), [9, 100])
+    with pair_of(ref, state_snapshot_tokens=256) as pair:
+        answers = pair.answer(prompts, greedy(80))
+        turns = [
+            prompt + answer + [1, 2, 3] for prompt, answer in zip(prompts, answers, strict=True)
+        ]
+        engine = pair.d.engine
+        for handle, turn in enumerate(turns, start=1):
+            engine.submit(
+                ValidatedRequest(handle, f"turn{handle}", array("i", turn), greedy(STEPS))
+            )
+        pair.until(lambda: pair.d.finished.issuperset((1, 2)))
+        # Of 88 and 179 tokens that had rows.
+        assert [pair.d.cached[handle] for handle in (1, 2)] == [64, 128]
+        assert [pair.d.got[handle] for handle in (1, 2)] == ref.answers(turns, STEPS)
+        # Rooms end with the states of both nodes as they do behind any other answer.
+        assert pair.answer(turns, greedy(STEPS)) == ref.answers(turns, STEPS)
