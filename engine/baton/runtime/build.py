@@ -73,7 +73,7 @@ class LoadedModel:
     config: EngineConfig
     runner: ModelRunner
     kv: KvTensors
-    layout: dict[str, object]
+    layout: dict[str, Any]
     info: dict[str, object]
     max_context: int
     """Longest prompt + answer that the model was made for [tokens]."""

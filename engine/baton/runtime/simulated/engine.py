@@ -43,7 +43,7 @@ class SimLoaded:
     num_pages: int
     native_pool: Any
     kv_spec: KVSpec
-    layout: dict[str, object]
+    layout: dict[str, Any]
     info: dict[str, object]
     vocab_size: ClassVar[int] = VOCAB_SIZE
 

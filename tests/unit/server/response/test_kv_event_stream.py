@@ -47,11 +47,17 @@ class ScriptedRanks:
         assert operation == ReadKvSnapshot()
         self.snapshots += 1
         return ReplyMessage(
-            1, True, {"epoch": "e1", "seq": self.sent, "payload": codec.encode([BLOCK], 2, 1.0, 0)}
+            1,
+            True,
+            {
+                "epoch": "e1",
+                "seq": self.sent,
+                "payload": codec.encode([BLOCK], 2, 1.0, 0, "latent"),
+            },
         )
 
     def send(self, dp_rank: int = 0) -> None:
-        payload = codec.encode([Removed((self.sent,))], 2, 2.0, dp_rank)
+        payload = codec.encode([Removed((self.sent,))], 2, 2.0, dp_rank, "full")
         self.on_kv_events(KvEvents(dp_rank, self.sent, payload))
         self.sent += 1
 
@@ -105,14 +111,15 @@ def test_reader_without_a_number_gets_a_snapshot_and_what_follows() -> None:
                 "events": [{
                     "type": "BlockStored", "block_hashes": [2**64 - 1], "parent_block_hash": None,
                     "token_ids": [1, 2], "block_size": 2, "lora_id": None, "medium": "GPU",
-                    "extra_keys": [["salt", ""]],
+                    "extra_keys": [["salt", ""]], "group_idx": 0,
+                    "kv_cache_spec_kind": "mla_attention",
                 }],
             }  # fmt: skip
             ranks.send()
             second = await next_line(answer.content)
             assert (second["type"], second["seq"]) == ("batch", 3)
             assert second["events"] == [
-                {"type": "BlockRemoved", "block_hashes": [3], "medium": "GPU"}
+                {"type": "BlockRemoved", "block_hashes": [3], "medium": "GPU", "group_idx": 0}
             ]
             answer.close()
 

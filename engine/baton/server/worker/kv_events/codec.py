@@ -15,6 +15,11 @@ import msgspec
 
 from baton.cache.kv_events import Cleared, KvEvent, Removed, Stored
 
+FIRST_GROUP = 0
+"""The page group that is announced, and the only one that readers count: it keeps all tokens."""
+KINDS = {"full": "full_attention", "latent": "mla_attention"}
+"""vLLM's words for the kinds that the first page group may have."""
+
 
 class _Event(msgspec.Struct, array_like=True, gc=False, tag=True):
     """Arrays that begin with the name of the class."""
@@ -33,11 +38,15 @@ class BlockStored(_Event):
     """For a block that begins a sequence of a namespace: cache_salt and extra_key, each empty if
     absent.
     """
+    group_idx: int = FIRST_GROUP
+    kv_cache_spec_kind: str | None = None
+    """What the group's pages hold, in vLLM's words."""
 
 
 class BlockRemoved(_Event):
     block_hashes: list[int]
     medium: str | None
+    group_idx: int = FIRST_GROUP
 
 
 class AllBlocksCleared(_Event):
@@ -53,24 +62,35 @@ class WireEventBatch(msgspec.Struct, array_like=True, gc=False):
     data_parallel_rank: int | None = None
 
 
-EXTRAS = ("lora_name", "extra_keys")
+EXTRAS = ("lora_name", "extra_keys", "kv_cache_spec_kind")
 """Fields that JSON objects leave out when they are null."""
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[WireEventBatch] = msgspec.msgpack.Decoder(WireEventBatch)
 
 
-def encode(events: Iterable[KvEvent], page_size: int, ts: float, dp_rank: int) -> bytes:
-    """Encode a batch as a message's payload. `ts`: Unix time [s]."""
+def encode(
+    events: Iterable[KvEvent], page_size: int, ts: float, dp_rank: int, group_kind: str
+) -> bytes:
+    """Encode a batch as a message's payload. `ts`: Unix time [s]; `group_kind`: that of the first
+    page group.
+    """
+    kind = KINDS[group_kind]
     return _encoder.encode(
-        WireEventBatch(ts, [_to_wire(event, page_size) for event in events], dp_rank)
+        WireEventBatch(ts, [_to_wire(event, page_size, kind) for event in events], dp_rank)
     )
 
 
-def _to_wire(event: KvEvent, page_size: int) -> WireEvent:
+def _to_wire(event: KvEvent, page_size: int, kind: str) -> WireEvent:
     if isinstance(event, Stored):
         tokens = array("i", event.tokens).tolist()
         stored = BlockStored(
-            list(event.hashes), event.parent, tokens, page_size, None, event.medium
+            list(event.hashes),
+            event.parent,
+            tokens,
+            page_size,
+            lora_id=None,
+            medium=event.medium,
+            kv_cache_spec_kind=kind,
         )
         if event.namespace:
             first = tuple(event.namespace.decode().split("\0")) if event.parent is None else None

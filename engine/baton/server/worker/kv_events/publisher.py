@@ -45,6 +45,8 @@ class KvPublisher:
     config: KvEventsConfig
     sched: Scheduler
     dp_rank: int
+    group_kind: str
+    """Kind of the first page group."""
     context: zmq.Context[Any]
     to_front: Callable[[KvEvents], None]
 
@@ -126,7 +128,7 @@ class KvPublisher:
             self.replay.send_multipart((client, b"", END_OF_REPLAY, b""), zmq.DONTWAIT)
 
     def _encode(self, events: Any, ts: float) -> bytes:
-        return codec.encode(events, self.sched.limits.page_size, ts, self.dp_rank)
+        return codec.encode(events, self.sched.limits.page_size, ts, self.dp_rank, self.group_kind)
 
 
 def _attach(socket: zmq.Socket[bytes], key: str, endpoint: str, *, bind: bool) -> None:
