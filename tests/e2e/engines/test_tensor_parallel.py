@@ -22,6 +22,12 @@ import pytest
 
 from tests.e2e.engines.test_equal import prompts
 from tests.support.models import tiny_model
+from tests.support.models.checkpoints import (
+    VOCAB,
+    make_checkpoint,
+    reference_greedy,
+    reference_model,
+)
 from tests.support.processes.cluster import Cluster, metric
 from tests.support.processes.front import REPO
 
@@ -161,6 +167,24 @@ def test_divided_nodes_exchange_pages_and_equal_one_process(solo: Cluster) -> No
         os.kill(pids[1], signal.SIGKILL)
         cluster.await_restart("prefill")
         assert [cluster.generate_ids(prompt, 24) for prompt in prompts()] == expected
+        cluster.assert_nothing_is_held()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_divided_nodes_exchange_states_and_equal_transformers(tmp_path: Path) -> None:
+    """Each process of D reads the share of the state that belongs to its heads."""
+    path = make_checkpoint("qwen3-next", tmp_path / "model")
+    ref = reference_model(path)
+    asked = [[token % VOCAB for token in prompt] for prompt in prompts() if len(prompt) < 300]
+    expected = [reference_greedy(ref, prompt, 24) for prompt in asked]
+    texts = tiny_model.make(tmp_path / "texts", vocab_size=VOCAB)
+    flags = ["--tokenizer-path", str(texts), "--tp-size", "2", "--dtype", "float32"]
+    with Cluster.up("--model-path", str(path), *flags) as cluster:
+        with ThreadPoolExecutor(4) as pool:
+            for _ in range(2):
+                answers = pool.map(lambda prompt: cluster.generate_ids(prompt, 24), asked)
+                assert list(answers) == expected
         cluster.assert_nothing_is_held()
 
 
