@@ -215,6 +215,7 @@ def load_rank(
     }
     if spec.states:
         info["state_bytes_per_sequence"] = runner.state_bytes
+        info["state_tokens"] = limits.state_pages * limits.page_size
     if draft_model is not None:
         info["draft_model"] = draft_model.info
     longest = spec.max_context

@@ -76,6 +76,15 @@ pub struct WorkerFacts {
     /// Topology domain (zone, rack); workers with the same number are in one. `None`: not known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub domain: Option<u32>,
+    /// What a decode worker fetches of each prompt beside the pages of its tokens, as so many
+    /// tokens: the states of recurrent layers.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub state_tokens: u64,
+}
+
+/// Serde hands over a reference.
+fn is_zero(tokens: &u64) -> bool {
+    *tokens == 0
 }
 
 /// Id of one sending of one request to one worker. Given out by the shell, never reused.

@@ -102,6 +102,10 @@ pub struct WorkerDescription {
     pub page_size: Option<u64>,
     /// KV slots of one rank.
     pub max_total_num_tokens: Option<u64>,
+    /// What travels with each prompt beside its tokens' pages, as so many tokens. Only our engines
+    /// report it.
+    #[serde(default, deserialize_with = "lenient")]
+    pub state_tokens: Option<u64>,
     /// Longest prompt with its answer [tokens].
     #[serde(default, deserialize_with = "lenient")]
     pub context_length: Option<u64>,
@@ -227,6 +231,7 @@ impl WorkerDescription {
             capacity_tokens: self.max_total_num_tokens.filter(|tokens| *tokens > 0),
             order: self.queue_order(role),
             domain: topology.map(number_of),
+            state_tokens: self.state_tokens.unwrap_or(0),
         }
     }
 

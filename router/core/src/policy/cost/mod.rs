@@ -38,7 +38,7 @@
 //! ```
 //!
 //! with k the share of j's KV cache in use or promised, and pull the time to fetch the pages j
-//! lacks from i, as far as i's prefill does not hide it. A token takes longer from another machine
+//! lacks from i, and the states of recurrent layers, as far as i's prefill does not hide it. A token takes longer from another machine
 //! than from the same, and longest from another topology domain (zone, rack), where both domains
 //! are known. [`CostPolicy::decide_pair`] minimizes the sum over pairs. Regular workers have both
 //! costs. Requests and k count the requests of this router, and those of other routers as far as j
@@ -201,11 +201,11 @@ impl CostPolicy {
 }
 
 impl CostState {
-    /// Time in which `j` fetches the pages it lacks from `i`, as far as the prefill there does not
-    /// hide it.
+    /// Time in which `j` fetches the pages it lacks from `i`, and the states if the model has some,
+    /// as far as the prefill there does not hide it.
     fn exposed_pull(&self, i: &CandidateCost, j: &CandidateCost, size: PromptSize) -> ExposedPull {
         let held_tokens = j.terms.cached_tokens + j.terms.session_tokens;
-        let to_pull = (size.tokens - held_tokens).max(0.0);
+        let to_pull = (size.tokens - held_tokens).max(0.0) + j.state_tokens;
         let exposed = |token_ms: f64| (to_pull * token_ms - i.terms.prefill_ms).max(0.0);
         let params = &self.model.params;
         let is_near = i.host == j.host;
@@ -392,7 +392,8 @@ impl Policy for CostPolicy {
             // Where the pages come from is not known here: as if from another machine, hidden by no
             // prefill.
             for option in &mut options {
-                let pull_ms = option.terms.uncached_tokens * state.model.params.pull_far_ms;
+                let to_pull = option.terms.uncached_tokens + option.state_tokens;
+                let pull_ms = to_pull * state.model.params.pull_far_ms;
                 option.add_partner(pull_ms, 0.0);
             }
         }

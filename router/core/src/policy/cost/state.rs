@@ -74,6 +74,8 @@ pub(super) struct CandidateCost {
     pub(super) id: WorkerId,
     pub(super) host: u32,
     pub(super) domain: Option<u32>,
+    /// Fetched of each prompt beside the pages of its tokens.
+    pub(super) state_tokens: f64,
     /// Requests in flight.
     pub(super) load: usize,
     /// The request's session used it last.
@@ -218,11 +220,16 @@ impl CostState {
             }
             let id = worker.id;
             let host = worker.host;
-            let domain = rank.facts.domain;
+            let WorkerFacts {
+                domain,
+                state_tokens,
+                ..
+            } = rank.facts;
             options.push(CandidateCost {
                 id,
                 host,
                 domain,
+                state_tokens: state_tokens as f64,
                 load,
                 is_session_worker: session_here.is_some(),
                 terms,

@@ -683,15 +683,17 @@ proptest! {
         loads in proptest::collection::vec(0usize..60, 3),
         hosts in proptest::collection::vec(0u32..2, 7),
         domains in proptest::collection::vec(0u32..2, 7),
+        states in proptest::collection::vec(0u64..400, 7),
         text in "[ab]{1,30}",
     ) {
         let eager = CostParams { hysteresis_ms: 0.0, hysteresis_fraction: 0.0, ..CostParams::default() };
         let p = cost(Role::Prefill, 4, eager.clone());
         let d = cost(Role::Decode, 3, eager.clone());
         for (id, domain) in domains.iter().enumerate() {
-            let (policy, id) = if id < 4 { (&p, id) } else { (&d, id - 4) };
-            let facts = WorkerFacts { domain: Some(*domain), ..WorkerFacts::default() };
-            policy.observe(&PolicyEvent::WorkerAdded { worker: WorkerId(id as u64), facts });
+            let (policy, own) = if id < 4 { (&p, id) } else { (&d, id - 4) };
+            let facts =
+                WorkerFacts { domain: Some(*domain), state_tokens: states[id], ..WorkerFacts::default() };
+            policy.observe(&PolicyEvent::WorkerAdded { worker: WorkerId(own as u64), facts });
         }
         let mut sender = TestSender::default();
         for (worker, text) in &sent {
@@ -714,7 +716,8 @@ proptest! {
                 (false, true) => eager.pull_far_ms,
                 (false, false) => eager.pull_crossing_ms,
             };
-            let pull = (blocks.prompt_view().units as f64 - j.terms.cached_tokens) * token_ms;
+            let lacking = blocks.prompt_view().units as f64 - j.terms.cached_tokens;
+            let pull = (lacking + states[4 + j.id.0 as usize] as f64) * token_ms;
             i.terms.cost_ms + j.terms.cost_ms + (pull - i.terms.prefill_ms).max(0.0)
         };
         let of = |i: WorkerId, j: WorkerId| {
