@@ -455,10 +455,23 @@ fn number_of(name: &str) -> u32 {
 mod tests {
     use super::*;
 
-    fn order(description: serde_json::Value, role: Role) -> QueueOrder {
+    fn facts(description: serde_json::Value, role: Role) -> WorkerFacts {
         let description: WorkerDescription =
             serde_json::from_value(description).expect("the keys are read leniently");
-        description.facts(role, None).order
+        description.facts(role, None)
+    }
+
+    fn order(description: serde_json::Value, role: Role) -> QueueOrder {
+        facts(description, role).order
+    }
+
+    #[test]
+    fn states_that_travel_are_counted_where_a_worker_reports_them() {
+        let reported = |tokens| serde_json::json!({"state_tokens": tokens});
+        let counted = |tokens| facts(reported(tokens), Role::Decode).state_tokens;
+        assert_eq!(counted(serde_json::json!(3072)), 3072);
+        assert_eq!(counted(serde_json::json!("many")), 0);
+        assert_eq!(facts(serde_json::json!({}), Role::Decode).state_tokens, 0);
     }
 
     #[test]

@@ -186,6 +186,11 @@ def test_divided_nodes_exchange_states_and_equal_transformers(tmp_path: Path) ->
                 answers = pool.map(lambda prompt: cluster.generate_ids(prompt, 24), asked)
                 assert list(answers) == expected
         cluster.assert_nothing_is_held()
+        info = httpx.get(cluster.node("decode")["url"] + "/get_server_info").json()
+        tokens, *_, states = info["page_groups"]
+        assert info["state_tokens"] * tokens["block_bytes"] == (
+            info["page_size"] * states["block_bytes"]
+        )
 
 
 def until(fact: Callable[[], bool]) -> None:
