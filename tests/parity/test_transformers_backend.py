@@ -7,6 +7,7 @@ import json
 import random
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from baton.models.families import FAMILIES
 from baton.models.transformers_backend import bridge
 from baton.models.transformers_backend.choice import choose_impl
 from baton.models.transformers_backend.model import load_module
+from tests.parity.test_preempted_tokens import storm
 from tests.support.engines.engine_run import answer, greedy, make_engine
 from tests.support.models.checkpoints import (
     VOCAB,
@@ -30,6 +32,10 @@ from tests.support.models.checkpoints import (
 from tests.support.models.foreign_checkpoints import FOREIGN, REFUSED, make_foreign_checkpoint
 from tests.support.models.model_loop import ModelLoop
 from tests.support.models.whole_model import load_model
+
+pair_module = pytest.importorskip(
+    "tests.support.engines.pair", reason="needs the native module: make setup", exc_type=ImportError
+)
 
 OFTEN = {"cohere2", "gemma2", "gemma3_text", "glm4", "granite", "olmo2", "olmoe", "smollm3"}
 """Those whose modules differ most; the others are slow tests."""
@@ -74,16 +80,32 @@ def test_attention_that_backends_lack_is_refused_by_name(name: str, tmp_path: Pa
     assert "--model-impl transformers" in err.value.message
 
 
-def test_engine_answers_as_transformers_alone_preempted_and_cached(tmp_path: Path) -> None:
-    path = make_foreign_checkpoint("exaone4", tmp_path / "m")
+OTHER_WINDOWS = ("cohere2", "cwm", "gemma2", "gemma3_text", "olmo3")
+
+
+@pytest.mark.parametrize(
+    "name", ["exaone4", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHER_WINDOWS)]
+)
+def test_module_that_leaves_pages_behind_windows_answers_as_transformers(
+    name: str, tmp_path: Path
+) -> None:
+    """Preempted, from the cache, and on two nodes, of which D fetches what the prompt's end sees."""
+    path = make_foreign_checkpoint(name, tmp_path / "m")
     reference = reference_model(path)
     tokens = [reference_greedy(reference, prompt, 24) for prompt in PROMPTS]
     small = {"max_total_tokens": 120, "schedule_conservativeness": 0.05}
-    for flags in ({}, {"chunked_prefill_size": 8}, small):
+    module = {"model_impl": "transformers"}
+    for flags in (module, {"chunked_prefill_size": 8, **module}, {**small, **module}):
         engine = make_engine(path, **flags)
+        assert [rule.kind for rule in engine.sched.limits.page_groups] == ["window"]
         assert answer(engine, PROMPTS, greedy(24)) == tokens
-        assert answer(engine, PROMPTS, greedy(24)) == tokens
+        disturb = storm(engine, random.Random(3))
+        assert answer(engine, PROMPTS, greedy(24), disturb=disturb) == tokens
+        engine.sched.ledger().check_idle(engine.sched.limits.num_pages)
         engine.close()
+    with closing(pair_module.Pair(path, "shm", **module)) as pair:
+        assert pair.answer(PROMPTS, greedy(24)) == tokens
+        assert pair.answer(PROMPTS, greedy(24)) == tokens
 
 
 def test_family_with_blocks_can_be_computed_by_its_module(tmp_path: Path) -> None:
