@@ -233,7 +233,7 @@ def check_files(spec: ModelSpec, root: Path, shard: Shard = WHOLE) -> StoredWeig
             for part in param.parts:
                 used |= finder.expected_names(part.source, part.whole)
     problems = finder.problems + [
-        f"{entry.file.name}: unexpected tensor {name}"
+        f"{entry.file.name}: unexpected tensor {entry.stored_name}"
         for name, entry in entries.items()
         if name not in used
         and not is_ignorable(spec, name)

@@ -19,6 +19,12 @@ MAX_EXPERTS = 10_000
 """Far above the widest mixtures; a plan of weights has entries for each expert of each layer."""
 
 
+_OF_ALL_PARTS = (
+    "bos_token_id", "dtype", "eos_token_id", "quantization_config", "torch_dtype", "transformers_weights",
+)  # fmt: skip
+"""Fields that stand outside of `text_config`."""
+
+
 class ModelConfig:
     """config.json, or another JSON object of a checkpoint, with typed access; every complaint names
     file and field."""
@@ -92,9 +98,14 @@ class ModelConfig:
         return value
 
     def text_part(self) -> ModelConfig:
-        """The decoder's part, which multimodal checkpoints keep in `text_config`."""
+        """The decoder's fields, which multimodal checkpoints keep in `text_config`, but for those
+        that count for all parts; all fields, where there is one part.
+        """
         nested = self.values.get("text_config")
-        return ModelConfig(self.path, nested) if isinstance(nested, dict) else self
+        if not isinstance(nested, dict):
+            return self
+        shared = {name: self.values[name] for name in _OF_ALL_PARTS if name in self.values}
+        return ModelConfig(self.path, nested | shared)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,7 +33,8 @@ from baton.models.config_file import (
     read_json,
     read_model_config,
 )
-from baton.models.families import FAMILIES
+from baton.models.families import FAMILIES, SUPPORTED
+from baton.models.families.multimodal import MULTIMODAL, Multimodal
 from baton.models.quantized.forms import ON_LOAD_FORMS
 from baton.models.quantized.kv_scales import read_kv_scales
 from baton.models.quantized.methods import read_quantization
@@ -85,9 +87,11 @@ def read_spec(
         ConfigError: missing or unreadable files, or anything the decoder would not compute exactly.
     """
     root = Path(path)
-    config = read_model_config(root)
-    architecture = read_architecture(config)
+    whole = read_model_config(root)
+    architecture = read_architecture(whole)
     family = FAMILIES[architecture]
+    parts = find_parts(whole)
+    config = whole.text_part()
     _refuse_unknown_arithmetic(config)
 
     scheme = read_quantization(config, root)
@@ -110,18 +114,19 @@ def read_spec(
         kv_scales = read_kv_scales(config, root, len(layers), load_format)
     return ModelSpec(
         architecture=architecture,
-        vocab_size=config.read_integer("vocab_size"),
+        vocab_size=config.read_integer("vocab_size", family.vocab_size),
         hidden_size=config.read_integer("hidden_size"),
         layers=layers,
         max_context=max_context,
         norm=family.read_norm(config),
         stream=family.read_stream(config),
-        tied=_is_tied(config, root, load_format, default=family.tied),
+        tied=_is_tied(whole, root, load_format, default=(parts or family).tied),
         dtype=chosen_dtype,
         eos_token_ids=read_eos_token_ids(config, read_generation_config(root)),
         bos_token_id=config.read_index("bos_token_id"),
         model_hash=hash_model(root, load_format, seed, quantization, is_long=is_long),
         has_draft_layers=family.has_draft_layers,
+        has_other_parts=parts is not None,
         quantization=scheme,
         form_on_load=None if quantization is None else ON_LOAD_FORMS[quantization],
         kv_scales=kv_scales,
@@ -214,29 +219,45 @@ def _check_quantization(
 
 
 def find_architecture(config: ModelConfig) -> str | None:
-    """The supported architecture that config.json names, if any.
+    """The supported architecture that config.json names, if any: of several parts, that of the one
+    for text.
 
     transformers chooses the class by `model_type`, other servers by `architectures`. Raises ConfigError where that
     would not be the same class.
     """
+    text = config.text_part()
+    if text is not config and find_parts(config) is None:
+        return None
+    types = {
+        name: (family.model_type, *family.other_model_types) for name, family in FAMILIES.items()
+    }
+    return _find_named(text, types)
+
+
+def find_parts(config: ModelConfig) -> Multimodal | None:
+    """The checkpoint's class, if it is one of those whose text part is served without the others.
+    Raises ConfigError as `find_architecture` does."""
+    if config.text_part() is config:
+        return None
+    types = {name: (parts.model_type,) for name, parts in MULTIMODAL.items()}
+    name = _find_named(config, types)
+    return None if name is None else MULTIMODAL[name]
+
+
+def _find_named(config: ModelConfig, types: Mapping[str, tuple[str, ...]]) -> str | None:
+    """The architecture of `types` that config.json names. Args: `types`: model types of each, the
+    usual one first."""
     names = config.read_names("architectures", [])
-    named = next((name for name in names if name in FAMILIES), None)
+    named = next((name for name in names if name in types), None)
     model_type = config.get("model_type")
     if model_type is None:
         return named
-    typed = next(
-        (
-            name
-            for name, family in FAMILIES.items()
-            if model_type in (family.model_type, *family.other_model_types)
-        ),
-        None,
-    )
-    if named is not None and named != typed:
+    typed = next((name for name, known in types.items() if model_type in known), None)
+    if named is not None and model_type not in types[named]:
         config.refuse(
             "model_type",
             model_type,
-            f"architectures says {named}, which is {FAMILIES[named].model_type}; make them agree",
+            f"architectures says {named}, which is {types[named][0]}; make them agree",
         )
     return named if names else typed
 
@@ -245,9 +266,18 @@ def read_architecture(config: ModelConfig) -> str:
     """The architecture that the decoder computes. Raises ConfigError for any other."""
     architecture = find_architecture(config)
     if architecture is None:
-        supported = "supported: " + ", ".join(FAMILIES)
-        config.refuse("architectures", config.read_names("architectures", []), supported)
+        config.refuse("architectures", config.read_names("architectures", []), SUPPORTED)
     return architecture
+
+
+def read_vocab_size(config: ModelConfig) -> int:
+    """Token ids of the model, as far as config.json or its family says."""
+    architecture = find_architecture(config)
+    text = config.text_part()
+    default = (
+        config.get("vocab_size") if architecture is None else FAMILIES[architecture].vocab_size
+    )
+    return text.read_integer("vocab_size", default)
 
 
 def read_max_context(config: ModelConfig) -> int:
@@ -257,8 +287,8 @@ def read_max_context(config: ModelConfig) -> int:
     """
     architecture = find_architecture(config)
     if architecture is not None:
-        return FAMILIES[architecture].read_max_context(config)
-    return config.read_integer("max_position_embeddings", UNKNOWN_MAX_POSITION)
+        return FAMILIES[architecture].read_max_context(config.text_part())
+    return config.text_part().read_integer("max_position_embeddings", UNKNOWN_MAX_POSITION)
 
 
 def read_eos_token_ids(*sources: ModelConfig) -> tuple[int, ...]:

@@ -30,6 +30,8 @@ class TensorEntry:
     """A tensor in a safetensors file."""
 
     name: str
+    """As a checkpoint of the text part alone has it."""
+    stored_name: str
     file: Path
     dtype: str
     """As the format spells it: F32, BF16 …"""
@@ -56,6 +58,22 @@ def weight_files(root: Path) -> list[Path]:
         with refuse_unreadable(file):
             refuse_other_kinds(file)
     return files
+
+
+_TEXT_PREFIXES = (
+    ("language_model.model.", "model."),
+    ("model.language_model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+)
+"""In checkpoints that have parts for images beside the text part."""
+
+
+def text_name(name: str) -> str:
+    """The name that a tensor or module has in a checkpoint of the text part alone."""
+    for prefix, plain in _TEXT_PREFIXES:
+        if name.startswith(prefix):
+            return plain + name.removeprefix(prefix)
+    return name
 
 
 @contextlib.contextmanager
@@ -123,13 +141,13 @@ def safetensors_header(file: Path) -> bytes:
 
 
 def read_tensor_entries(file: Path) -> dict[str, TensorEntry]:
-    """Tensors of a safetensors file by name. Raises ConfigError when its header or its length is
+    """Tensors of a safetensors file by `TensorEntry.name`. Raises ConfigError when its header or its length is
     wrong."""
     try:
         header = safetensors_header(file)
         data_begin = 8 + len(header)
         entries = {
-            name: _tensor_entry(name, file, entry, data_begin)
+            text_name(name): _tensor_entry(name, file, entry, data_begin)
             for name, entry in json.loads(header).items()
             if name != "__metadata__"
         }
@@ -156,7 +174,8 @@ def read_tensor_entries(file: Path) -> dict[str, TensorEntry]:
 
 def _tensor_entry(name: str, file: Path, entry: dict[str, Any], data_begin: int) -> TensorEntry:
     begin, end = (data_begin + offset for offset in entry["data_offsets"])
-    return TensorEntry(name, file, str(entry["dtype"]), tuple(entry["shape"]), begin, end)
+    dtype, shape = str(entry["dtype"]), tuple(entry["shape"])
+    return TensorEntry(text_name(name), name, file, dtype, shape, begin, end)
 
 
 def first_float_type(root: Path) -> str:

@@ -328,9 +328,17 @@ def make_checkpoint(
     variant: str, path: Path, *, dtype: str = "float32", max_shard_size: str = "5GB"
 ) -> Path:
     """Write `variant` to directory `path`, seeded by its name; returns `path`."""
+    model = _model_class(variant)(variant_config(variant))
+    save_random(model, variant, path, dtype=dtype, max_shard_size=max_shard_size)
+    return path
+
+
+def save_random(
+    model: Any, variant: str, path: Path, *, dtype: str = "float32", max_shard_size: str = "5GB"
+) -> None:
+    """Fill a model of transformers with noise, and write it with a tokenizer."""
     import torch
 
-    model = _model_class(variant)(variant_config(variant))
     generator = torch.Generator().manual_seed(sum(variant.encode()))
     with torch.no_grad():
         for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
@@ -341,9 +349,11 @@ def make_checkpoint(
             is_near_one = name.endswith("norm.weight") and not variant.startswith(_ADD_ONE)
             is_near_one |= name.endswith("linear_attn.norm.weight")
             parameter.copy_(noise + 1 if is_near_one else noise)
-    model.to(getattr(torch, dtype)).save_pretrained(path, max_shard_size=max_shard_size)
+    # Tables of complex numbers would lose their imaginary part.
+    if dtype != "float32":
+        model.to(getattr(torch, dtype))
+    model.save_pretrained(path, max_shard_size=max_shard_size)
     write_tokenizer(path)
-    return path
 
 
 def reference_model(path: Path) -> Any:

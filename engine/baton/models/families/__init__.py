@@ -5,6 +5,7 @@
 | `base` | `ModelFamily`: what all read alike |
 | `mla` | `MlaFamily`: what those with latent attention read alike |
 | `windows`, `experts`, `rope_config`, `longrope` | fields that several families share |
+| `multimodal` | checkpoints that have other parts beside one of a family |
 | the others | a family each |
 """
 
@@ -21,6 +22,7 @@ from baton.models.families.llama import LlamaFamily
 from baton.models.families.llama4 import Llama4Family
 from baton.models.families.mistral import MistralFamily
 from baton.models.families.mixtral import MixtralFamily
+from baton.models.families.multimodal import MULTIMODAL
 from baton.models.families.olmo2 import Olmo2Family
 from baton.models.families.olmo3 import Olmo3Family
 from baton.models.families.phi3 import Phi3Family
@@ -60,3 +62,4 @@ _ALL: tuple[ModelFamily, ...] = (
 )
 FAMILIES = {family.architecture: family for family in _ALL}
 """By the name in `architectures` of config.json."""
+SUPPORTED = f"supported: {', '.join((*FAMILIES, *MULTIMODAL))}"

@@ -38,6 +38,10 @@ class ModelFamily:
     other_model_types: tuple[str, ...] = ()
     """Names that published checkpoints of the same architecture give in `model_type`."""
     max_position: int
+    vocab_size: int | None = None
+    """Default vocab_size, where published files leave it out; None: it is needed."""
+    heads: int | None = None
+    """Default num_attention_heads; None: it is needed."""
     kv_heads: int | None = None
     """Default num_key_value_heads; None: num_attention_heads."""
     head_dim: int | None = None
@@ -151,7 +155,7 @@ class ModelFamily:
 
     def _read_heads(self, config: ModelConfig) -> AttentionSpec:
         hidden = config.read_integer("hidden_size")
-        heads = config.read_integer("num_attention_heads")
+        heads = config.read_integer("num_attention_heads", self.heads)
         default_kv_heads = (
             heads if config.is_null("num_key_value_heads") else self.kv_heads or heads
         )

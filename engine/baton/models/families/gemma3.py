@@ -16,6 +16,8 @@ class Gemma3Family(Gemma2Family):
     architecture = "Gemma3ForCausalLM"
     model_type = "gemma3_text"
     max_position = 131072
+    vocab_size = 262208
+    heads = 8
     rope_theta = 1e6
     score_soft_cap = None
     logits_soft_cap = 0.0

@@ -99,6 +99,8 @@ class ModelSpec:
     has_draft_layers: bool = False
     """Files may hold layers behind the last one, which predict further tokens; they are not
     read."""
+    has_other_parts: bool = False
+    """The checkpoint has parts for images, too."""
     quantization: QuantizationScheme | None = None
     """How the matrices of the checkpoint are stored; None: as plain numbers."""
     form_on_load: OnLoadForm | None = None
@@ -214,13 +216,22 @@ _DRAFT_PREFIX = "mtp."
 """Of layers that predict further tokens, where they do not follow the others."""
 
 
+_OTHER_PARTS = (
+    "mm_projector.", "model.mm_projector.", "model.multi_modal_projector.", "model.vision_", "model.visual.", "multi_modal_projector.",
+    "vision_", "visual.",
+)  # fmt: skip
+"""Of tensors that belong to images, in checkpoints of several parts."""
+
+
 def is_ignorable(spec: ModelSpec, source: str) -> bool:
     """Tell tensors that no rank reads although a checkpoint has them.
 
     Some are computed (old rotary tables, a head that equals the embedding), some belong to layers
-    that only draft tokens.
+    that only draft tokens, or to images.
     """
     if source.endswith("rotary_emb.inv_freq") or (spec.tied and source == "lm_head.weight"):
+        return True
+    if spec.has_other_parts and source.startswith(_OTHER_PARTS):
         return True
     if not spec.has_draft_layers:
         return False

@@ -15,7 +15,7 @@ from typing import Literal, NoReturn
 from baton.config import EngineConfig
 from baton.errors import ConfigError
 from baton.models.config_file import ModelConfig, read_model_config
-from baton.models.families import FAMILIES
+from baton.models.families import SUPPORTED
 from baton.models.families.mla import refuse_indexer
 from baton.models.spec_reader import find_architecture, read_architecture
 
@@ -43,8 +43,7 @@ def choose_impl(config: EngineConfig, path: Path) -> ModelImpl:
         if importlib.util.find_spec("transformers") is None:
             # A user without the extra learns of it here, beside the families that have blocks.
             names = model_config.read_names("architectures", [])
-            supported = f"supported: {', '.join(FAMILIES)}; some others after {EXTRA}"
-            model_config.refuse("architectures", names, supported)
+            model_config.refuse("architectures", names, f"{SUPPORTED}; some others after {EXTRA}")
         if not _is_known(model_config):
             read_architecture(model_config)
     _check_served(config, model_config)

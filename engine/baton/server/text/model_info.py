@@ -23,7 +23,7 @@ from baton.config.files import is_given, read_regular_file
 from baton.config.simulated import CONTEXT_LENGTH, VOCAB_SIZE
 from baton.errors import ConfigError, ModelNotFound
 from baton.models.config_file import read_generation_config, read_model_config
-from baton.models.spec_reader import read_eos_token_ids, read_max_context
+from baton.models.spec_reader import read_eos_token_ids, read_max_context, read_vocab_size
 from baton.server.text.native import load_or_refuse, native_extension
 
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -143,8 +143,8 @@ def load(config: EngineConfig) -> ModelFacts:
         limit = CONTEXT_LENGTH
         vocab_size = VOCAB_SIZE
     else:
-        limit = read_max_context(model.text_part())
-        vocab_size = model.text_part().read_integer("vocab_size", model.get("vocab_size"))
+        limit = read_max_context(model)
+        vocab_size = read_vocab_size(model)
     if config.context_length is not None and config.context_length > limit:
         raise ConfigError(
             f"--context-length {config.context_length}: the model's limit is {limit} tokens"

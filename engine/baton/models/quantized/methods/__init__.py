@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from baton.config.files import is_given
 from baton.models.config_file import ModelConfig
 from baton.models.quantized.methods import awq, compressed_tensors, fp8, gptq, mxfp4
 from baton.models.quantized.scheme import QuantizationScheme
+from baton.models.weight_files import text_name
 
 FIELD = "quantization_config"
 MODELOPT_FILE = "hf_quant_config.json"
@@ -42,11 +44,20 @@ def read_quantization(config: ModelConfig, root: Path) -> QuantizationScheme | N
         return None
     if not isinstance(values, dict):
         config.refuse(FIELD, values, "an object is needed")
-    nested = ModelConfig(config.path, values)
+    nested = ModelConfig(config.path, _in_text_names(values))
     method = nested.get("quant_method")
     if method not in _READERS:
         config.refuse(f"{FIELD}.quant_method", method, _supported(str(method)))
     return _READERS[method](nested)
+
+
+def _in_text_names(value: Any) -> Any:
+    """The JSON value with names of modules as a checkpoint of the text part alone has them."""
+    if isinstance(value, list):
+        return [_in_text_names(entry) for entry in value]
+    if isinstance(value, dict):
+        return {name: _in_text_names(entry) for name, entry in value.items()}
+    return text_name(value) if isinstance(value, str) else value
 
 
 def _supported(method: str) -> str:

@@ -66,7 +66,9 @@ class OpenCheckpoint:
                 self._open[entry.file] = self._stack.enter_context(opened)
             file = self._open[entry.file]
             taken: Tensor = (
-                file.get_slice(entry.name)[share] if share else file.get_tensor(entry.name)
+                file.get_slice(entry.stored_name)[share]
+                if share
+                else file.get_tensor(entry.stored_name)
             )
             return taken
 
