@@ -457,10 +457,11 @@ _LENGTH_EPS = 1e-6
 
 def gated_delta(
     qkv: Tensor,
-    gates: Tensor,
+    strengths: Tensor,
+    decays: Tensor,
+    *,
     rate: Tensor,
     bias: Tensor,
-    *,
     sizes: DeltaSpec,
     state: Tensor,
     rows: StateRows,
@@ -470,14 +471,27 @@ def gated_delta(
 
     Args:
         qkv: [T, channels], queries and keys of key heads, then values.
-        gates: [T, 2 * value_heads], strengths of corrections, then of decays.
-        rate, bias: float32 [value_heads], of decays; the rate is a logarithm.
+        strengths: [T, value_heads], of corrections, in rows.
+        decays: [T, value_heads * n], in rows: a head's matrix decays as a whole (n = 1), or each
+        of its rows by itself (n = key_dim; Kimi delta attention, arXiv 2510.26692).
+        rate: float32 [value_heads], of decays; logarithms.
+        bias: float32 [value_heads * n], of decays.
         state: float32 [slots, value_heads, key_dim, value_dim], written in place.
         out: [T, value_heads * value_dim] in the type of qkv, of which the tokens of the rows are
             written.
     """
     if native := _native_for(qkv):
-        native.gated_delta(qkv, gates, rate, bias, sizes=sizes, state=state, rows=rows, out=out)
+        native.gated_delta(
+            qkv,
+            strengths,
+            decays,
+            rate=rate,
+            bias=bias,
+            sizes=sizes,
+            state=state,
+            rows=rows,
+            out=out,
+        )
         return
     parts = (sizes.key_size, sizes.key_size, sizes.value_size)
     query, key, value = qkv.float().split(parts, dim=1)
@@ -490,9 +504,9 @@ def gated_delta(
 
     query = set_length_to_one(query) * sizes.key_dim**-0.5
     key = set_length_to_one(key)
-    b, a = gates.chunk(2, dim=1)
-    strength = b.sigmoid().float()[..., None]
-    decay = (-rate.exp() * functional.softplus(a.float() + bias)).exp()[..., None, None]
+    strength = strengths.sigmoid().float()[..., None]
+    steps = functional.softplus(decays.float() + bias).unflatten(1, (sizes.value_heads, -1))
+    decay = (-rate.exp()[:, None] * steps).exp()[..., None]
     for start, end, slot in rows.in_order():
         matrix = state[slot]
         for token in range(start, end):

@@ -366,16 +366,11 @@ def clamped_silu_mul(gate_up: Tensor, gain: float, limit: float) -> Tensor:
 def causal_conv(x: Tensor, weight: Tensor, *, state: Tensor, rows: StateRows, out: Tensor) -> None:
     taps, channels = weight.shape
     tokens = len(x)
-    if x.shape != (tokens, channels) or x.stride(1) != 1:
-        raise ValueError(
-            f"x is {list(x.shape)} with strides {x.stride()}, not [T, {channels}] in rows"
-        )
     _causal_conv(
         x.dtype == _BF16,
         taps,
         channels,
-        x.data_ptr(),
-        x.stride(0),
+        *_rows_at("x", x, x.dtype, (tokens, channels)),
         checked_address("weight", weight, torch.float32, (taps, channels)),
         *_state_layout(state, x.dtype, (taps - 1, channels)),
         _rows_layout(rows, tokens, len(state)),
@@ -385,10 +380,11 @@ def causal_conv(x: Tensor, weight: Tensor, *, state: Tensor, rows: StateRows, ou
 
 def gated_delta(
     qkv: Tensor,
-    gates: Tensor,
+    strengths: Tensor,
+    decays: Tensor,
+    *,
     rate: Tensor,
     bias: Tensor,
-    *,
     sizes: DeltaSpec,
     state: Tensor,
     rows: StateRows,
@@ -396,17 +392,32 @@ def gated_delta(
 ) -> None:
     tokens = len(qkv)
     heads = sizes.value_heads
+    num_decays = bias.numel() // heads
+    if num_decays not in (1, sizes.key_dim):
+        raise ValueError(f"a head has {num_decays} decays, not 1 or {sizes.key_dim}")
     _gated_delta(
         qkv.dtype == _BF16,
-        (sizes.key_heads, heads, sizes.key_dim, sizes.value_dim),
+        (sizes.key_heads, heads, sizes.key_dim, sizes.value_dim, num_decays),
         checked_address("qkv", qkv, qkv.dtype, (tokens, sizes.channels)),
-        checked_address("gates", gates, qkv.dtype, (tokens, 2 * heads)),
+        _rows_at("strengths", strengths, qkv.dtype, (tokens, heads)),
+        _rows_at("decays", decays, qkv.dtype, (tokens, heads * num_decays)),
         checked_address("rate", rate, torch.float32, (heads,)),
-        checked_address("bias", bias, torch.float32, (heads,)),
+        checked_address("bias", bias, torch.float32, (heads * num_decays,)),
         *_state_layout(state, torch.float32, sizes.matrix_shape),
         _rows_layout(rows, tokens, len(state)),
         checked_address("out", out, qkv.dtype, (tokens, sizes.value_size)),
     )
+
+
+def _rows_at(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, int]) -> tuple[int, int]:
+    """Where contiguous rows begin, and the elements from one to the next. Raises ValueError for
+    another type or layout."""
+    if x.dtype != dtype or x.shape != shape or x.stride(1) != 1 or not x.is_cpu:
+        raise ValueError(
+            f"{name} is {x.dtype} {list(x.shape)} with strides {x.stride()} on {x.device}, not "
+            f"{dtype} {list(shape)} in rows on cpu"
+        )
+    return x.data_ptr(), x.stride(0)
 
 
 def _state_layout(state: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[int, int]:

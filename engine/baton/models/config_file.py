@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,21 +29,32 @@ class ModelConfig:
     """config.json, or another JSON object of a checkpoint, with typed access; every complaint names
     file and field."""
 
-    def __init__(self, path: Path, values: dict[str, Any]) -> None:
+    def __init__(
+        self, path: Path, values: dict[str, Any], spellings: Mapping[str, str] | None = None
+    ) -> None:
+        """Args: `spellings`: names that the file may have in place of those that are asked for."""
         self.path = path
         self.values = values
+        self._spellings = spellings or {}
+
+    def _spelling(self, field: str) -> str:
+        """The name of a field in the file."""
+        other = self._spellings.get(field, field)
+        return other if other in self.values else field
 
     def refuse(self, field: str, value: object, supported: str) -> NoReturn:
         raise ConfigError(
-            f"{self.path}: {field} = {json.dumps(value)} is not supported; {supported}"
+            f"{self.path}: {self._spelling(field)} = {json.dumps(value)} is not supported; "
+            f"{supported}"
         )
 
     def is_null(self, field: str) -> bool:
         """Tell an explicit null from an absent field."""
-        return field in self.values and self.values[field] is None
+        name = self._spelling(field)
+        return name in self.values and self.values[name] is None
 
     def get(self, field: str, default: Any = None) -> Any:
-        value = self.values.get(field)
+        value = self.values.get(self._spelling(field))
         return default if value is None else value
 
     def read_checked(

@@ -1,4 +1,4 @@
-//! Exponentials on vectors.
+//! Exponentials on vectors, and what is made of them.
 #![allow(unsafe_op_in_unsafe_fn, reason = "the CPU has level S")]
 
 use crate::simd::Simd;
@@ -47,6 +47,26 @@ pub unsafe fn tanh<S: Simd>(x: S::F) -> S::F {
     S::div(S::sub(one, e), S::add(one, e))
 }
 
+/// ln(1 + e^x), error below 3e-7 of the larger of it and 1.
+///
+/// # Safety
+/// The CPU supports `S`.
+#[inline(always)]
+pub unsafe fn softplus<S: Simd>(x: S::F) -> S::F {
+    // max(x, 0) + ln(1 + t) of t = e^-|x|, which cannot overflow.
+    let zero = S::splat(0.0);
+    let distance = S::max(x, S::sub(zero, x));
+    let t = exp2::<S>(S::mul(distance, S::splat(-LOG2_E)));
+    // ln(1 + t) = 2 artanh(s) of s = t / (2 + t) <= 1/3, by its power series.
+    let s = S::div(t, S::add(t, S::splat(2.0)));
+    let square = S::mul(s, s);
+    let mut series = S::splat(1.0 / 15.0);
+    for divisor in [13.0, 11.0, 9.0, 7.0, 5.0, 3.0, 1.0] {
+        series = S::fma(series, square, S::splat(1.0 / divisor));
+    }
+    S::fma(S::add(s, s), series, S::max(x, zero))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -71,6 +91,36 @@ mod tests {
         unsafe fn run<S: Simd>(self) {
             for chunk in self.0.chunks_exact_mut(S::LANES) {
                 S::store(chunk.as_mut_ptr(), tanh::<S>(S::load(chunk.as_ptr())));
+            }
+        }
+    }
+
+    struct Softplus<'a>(&'a mut [f32]);
+
+    impl SimdKernel for Softplus<'_> {
+        #[inline(always)]
+        unsafe fn run<S: Simd>(self) {
+            for chunk in self.0.chunks_exact_mut(S::LANES) {
+                S::store(chunk.as_mut_ptr(), softplus::<S>(S::load(chunk.as_ptr())));
+            }
+        }
+    }
+
+    #[test]
+    fn softplus_is_close_to_f64_and_exact_far_out() {
+        let mut inputs: Vec<f32> = (0..4096).map(|i| (i as f32 - 2048.0) * 0.013).collect();
+        inputs[..4].copy_from_slice(&[f32::MAX, f32::MIN, 400.0, -400.0]);
+        for isa in Isa::available() {
+            let mut got = inputs.clone();
+            // SAFETY: the level is available.
+            unsafe { dispatch(isa, Softplus(&mut got)) };
+            assert_eq!(&got[..4], &[f32::MAX, 0.0, 400.0, 0.0], "{isa:?}");
+            for (x, y) in inputs.iter().zip(&got).skip(4) {
+                let want = f64::from(*x).exp().ln_1p();
+                assert!(
+                    (f64::from(*y) - want).abs() <= 3e-7 * want.max(1.0),
+                    "{isa:?}: softplus {x} = {y}, not {want}"
+                );
             }
         }
     }

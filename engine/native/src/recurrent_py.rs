@@ -66,7 +66,8 @@ fn causal_conv(
 }
 
 /// out [tokens, value_heads, value_dim] of the gated delta rule. `sizes`: key heads, value heads,
-/// elements of a key and of a value. States are `state_stride` elements apart.
+/// elements of a key and of a value, decays of a head. `strengths`, `decays`: address and stride.
+/// States are `state_stride` elements apart.
 #[pyfunction]
 #[expect(
     clippy::too_many_arguments,
@@ -75,9 +76,10 @@ fn causal_conv(
 fn gated_delta(
     py: Python<'_>,
     bf16: bool,
-    sizes: (usize, usize, usize, usize),
+    sizes: (usize, usize, usize, usize, usize),
     qkv: usize,
-    gates: usize,
+    strengths: (usize, usize),
+    decays: (usize, usize),
     rate: usize,
     bias: usize,
     state: usize,
@@ -85,7 +87,7 @@ fn gated_delta(
     rows: RowsAt,
     out: usize,
 ) -> PyResult<()> {
-    let (key_heads, value_heads, key_dim, value_dim) = sizes;
+    let (key_heads, value_heads, key_dim, value_dim, num_decays) = sizes;
     let call = Shared(GatedDelta {
         dtype: dtype(bf16),
         sizes: DeltaSizes {
@@ -93,9 +95,13 @@ fn gated_delta(
             value_heads,
             key_dim,
             value_dim,
+            decays: num_decays,
         },
         qkv: qkv as *const u8,
-        gates: gates as *const u8,
+        strengths: strengths.0 as *const u8,
+        strength_stride: strengths.1,
+        decays: decays.0 as *const u8,
+        decay_stride: decays.1,
         rate: rate as *const f32,
         bias: bias as *const f32,
         state: state as *mut f32,

@@ -57,7 +57,7 @@ _LATENT = {
 }  # fmt: skip
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
-WITH_STATES = ("qwen3-next",)
+WITH_STATES = ("qwen3-next", "kimi-linear")
 """Variants with a state per sequence."""
 _ADD_ONE = ("gemma", "qwen3-next")
 """Variants whose norms multiply by 1 + weight."""
@@ -290,6 +290,22 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-moe-lite": (
         "Glm4MoeLite",
         {**_LATENT, "qk_nope_head_dim": 24, "v_head_dim": 32, "tie_word_embeddings": True},
+    ),
+    "kimi-linear": (
+        "KimiLinear",
+        {
+            **_LATENT,
+            "q_lora_rank": None,
+            "num_hidden_layers": 4,
+            "num_local_experts": 8,
+            "linear_num_heads": 4,
+            "linear_head_dim": 12,
+            "layer_types": ["linear_attention"] * 2 + ["full_attention", "linear_attention"],
+            "mlp_layer_types": ["dense"] + ["sparse"] * 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "pad_token_id": 0,
+        },
     ),
     "gpt-oss": (
         "GptOss",

@@ -4,6 +4,7 @@
 |---|---|
 | `base` | `ModelFamily`: what all read alike |
 | `mla` | `MlaFamily`: what those with latent attention read alike |
+| `delta_net` | fields of those with states |
 | `windows`, `experts`, `rope_config`, `longrope` | fields that several families share |
 | `multimodal` | checkpoints that have other parts beside one of a family |
 | the others | a family each |
@@ -18,6 +19,7 @@ from baton.models.families.glm4_moe import Glm4MoeFamily
 from baton.models.families.glm4_moe_lite import Glm4MoeLiteFamily
 from baton.models.families.gpt_oss import GptOssFamily
 from baton.models.families.granite import GraniteFamily
+from baton.models.families.kimi_linear import KimiLinearFamily
 from baton.models.families.llama import LlamaFamily
 from baton.models.families.llama4 import Llama4Family
 from baton.models.families.mistral import MistralFamily
@@ -57,6 +59,7 @@ _ALL: tuple[ModelFamily, ...] = (
     DeepseekV2Family(),
     DeepseekV3Family(),
     Glm4MoeLiteFamily(),
+    KimiLinearFamily(),
     GptOssFamily(),
     Llama4Family(),
 )

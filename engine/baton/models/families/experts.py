@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.models.config_file import MAX_EXPERTS, ModelConfig
+from baton.models.config_file import MAX_EXPERTS, MAX_LAYERS, ModelConfig
 from baton.models.spec.mlp import MlpSpec
 from baton.models.spec.moe import RouterSpec
 
@@ -35,6 +35,24 @@ def is_sparse(config: ModelConfig, layer: int) -> bool:
     )
     step = config.read_integer("decoder_sparse_step", 1)
     return layer not in dense and (layer + 1) % step == 0
+
+
+def read_dense_layers(config: ModelConfig, default: int | None) -> set[int]:
+    """Layers that `mlp_layer_types` calls dense, not sparse.
+
+    Args: `default`: how many of the first layers are dense if the field is absent.
+    """
+    count = config.read_integer("num_hidden_layers", most=MAX_LAYERS)
+    stated = ["dense" if layer < (default or 0) else "sparse" for layer in range(count)]
+    types = config.read_names("mlp_layer_types", stated)
+    if len(types) != count or not set(types) <= {"dense", "sparse"}:
+        config.refuse("mlp_layer_types", types, f"supported: {count} times dense or sparse")
+    dense = {layer for layer, kind in enumerate(types) if kind == "dense"}
+    first_sparse = config.read_index("first_k_dense_replace")
+    if first_sparse is not None and dense != set(range(min(first_sparse, count))):
+        # Classes with the first field do not read the other one, or prefer the first.
+        config.refuse("first_k_dense_replace", first_sparse, f"mlp_layer_types says {types}")
+    return dense
 
 
 def read_biased_router(

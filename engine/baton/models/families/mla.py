@@ -25,8 +25,8 @@ def refuse_indexer(config: ModelConfig) -> None:
 class MlaFamily(ModelFamily):
     """Multi-head latent attention; attributes are defaults of transformers' class."""
 
-    q_rank: int
-    """Default q_lora_rank; null in config.json means none."""
+    q_rank: int | None
+    """Default q_lora_rank; null in config.json means none, as None does."""
     kv_rank: int = 512
     plain_dim: int = 128
     """Default qk_nope_head_dim."""
@@ -55,9 +55,9 @@ class MlaFamily(ModelFamily):
                     config.get(field),
                     f"qk_nope_head_dim ({plain_dim}) and qk_rope_head_dim ({rope_dim}) imply {size}",
                 )
-        q_rank = None
-        if not config.is_null("q_lora_rank"):
-            q_rank = config.read_integer("q_lora_rank", self.q_rank)
+        q_rank = None if config.is_null("q_lora_rank") else config.get("q_lora_rank", self.q_rank)
+        if q_rank is not None:
+            q_rank = config.read_integer("q_lora_rank", q_rank)
         bias = config.read_flag("attention_bias", False)
         if bias and q_rank is None:
             config.refuse("attention_bias", bias, "without q_lora_rank: false")

@@ -7,6 +7,7 @@ from dataclasses import replace
 from baton.layers.spec import DeltaSpec
 from baton.models.config_file import ModelConfig
 from baton.models.families.base import ModelFamily
+from baton.models.families.delta_net import FULL, MOST_TAPS, STATE, place_states
 from baton.models.families.experts import is_sparse, read_experts, read_experts_per_token
 from baton.models.spec.attention import AttentionBlockSpec
 from baton.models.spec.delta_net import DeltaBlockSpec
@@ -14,11 +15,6 @@ from baton.models.spec.mlp import MlpSpec
 from baton.models.spec.model import LayerSpec
 from baton.models.spec.moe import MoeSpec, RouterSpec
 from baton.models.spec.norm import NormSpec
-
-_DELTA = "linear_attention"
-_FULL = "full_attention"
-_MOST_TAPS = 8
-"""Of the kernels' convolution."""
 
 
 class Qwen3NextFamily(ModelFamily):
@@ -40,24 +36,9 @@ class Qwen3NextFamily(ModelFamily):
 
     def read_layers(self, config: ModelConfig) -> tuple[LayerSpec, ...]:
         layers = super().read_layers(config)
-        types = self._read_types(config, len(layers))
-        delta = self._read_delta(config)
-        # Equal layers stay one object, because a deep model has many of them.
-        with_state = {layer: replace(layer, attention=delta) for layer in dict.fromkeys(layers)}
-        return tuple(
-            with_state[layer] if kind == _DELTA else layer
-            for layer, kind in zip(layers, types, strict=True)
-        )
-
-    def _read_types(self, config: ModelConfig, layers: int) -> list[str]:
         interval = config.read_integer("full_attention_interval", 4)
-        default = [_FULL if (number + 1) % interval == 0 else _DELTA for number in range(layers)]
-        types = config.read_names("layer_types", default)
-        if len(types) != layers or not set(types) <= {_DELTA, _FULL}:
-            config.refuse("layer_types", types, f"supported: {layers} times {_DELTA} or {_FULL}")
-        if _FULL not in types:
-            config.refuse("layer_types", types, f"at least one layer of {_FULL} is needed")
-        return types
+        types = [FULL if (number + 1) % interval == 0 else STATE for number in range(len(layers))]
+        return place_states(config, layers, self._read_delta(config), types)
 
     def _read_delta(self, config: ModelConfig) -> DeltaBlockSpec:
         key_heads = config.read_integer("linear_num_key_heads", 16)
@@ -73,7 +54,7 @@ class Qwen3NextFamily(ModelFamily):
             value_heads,
             config.read_integer("linear_key_head_dim", 128),
             config.read_integer("linear_value_head_dim", 128),
-            taps=config.read_integer("linear_conv_kernel_dim", 4, most=_MOST_TAPS),
+            taps=config.read_integer("linear_conv_kernel_dim", 4, most=MOST_TAPS),
         )
         # The class has a norm of its own there, whose weight is the weight itself.
         return DeltaBlockSpec(delta, NormSpec(self.read_norm(config).eps))

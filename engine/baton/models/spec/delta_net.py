@@ -1,7 +1,7 @@
-"""The gated delta net of a layer: its sizes and its tensors. No torch here.
+"""Delta nets of a layer: their sizes and their tensors. No torch here.
 
-Checkpoints have the rows of a projection grouped by key head; here all queries come first, then all
-keys, values and gates, so that the convolution reads one run of channels.
+All queries come first, then all keys and values, so that the convolution reads one run of channels.
+Files of Qwen3-Next have the rows of a projection grouped by key head instead.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from baton.models.spec.tensors import (
 
 @dataclass(frozen=True, slots=True)
 class DeltaBlockSpec:
-    """qkvz and gates, a convolution over q, k and v, the delta rule, a norm gated by z, then out
-    (arXiv 2412.06464)."""
+    """inputs = [q; k; v; z] and gates = [b; a], a convolution over q, k and v, the delta rule, a
+    norm gated by z, then out (the gated delta net, arXiv 2412.06464)."""
 
     delta: DeltaSpec
     norm: NormSpec
@@ -48,7 +48,7 @@ class DeltaBlockSpec:
         own_values = scale_slice(own_keys, self.values_per_key)
         group_values = self.values_per_key * delta.value_dim
         yield make_param(
-            "qkvz",
+            "inputs",
             rows_by_kind(
                 f"{module}in_proj_qkvz.weight",
                 (delta.key_dim, delta.key_dim, group_values, group_values),
@@ -106,4 +106,48 @@ class DeltaBlockSpec:
         heads = self.delta.key_heads
         if heads % shard.size:
             return f"the model's linear_num_key_heads = {heads} is no multiple of it"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class KimiDeltaBlockSpec(DeltaBlockSpec):
+    """inputs = [q; k; v] and gates = [f_a; g_a; b], then f_b makes decays of f_a, one for each key
+    element, and g_b makes z of g_a; the rest as in the gated delta net (Kimi delta attention, arXiv
+    2510.26692). Each key has one value, of its size."""
+
+    def params(self, prefix: str, hidden_size: int, shard: Shard) -> Iterator[Param]:
+        delta = self.delta
+        module = f"{prefix}self_attn."
+        hidden = whole_axis(hidden_size)
+        inner = whole_axis(delta.key_dim)
+        own = shard.slice_of(delta.value_heads)
+        heads = TensorAxis(delta.value_heads, own)
+        elements = TensorAxis(delta.value_size, scale_slice(own, delta.value_dim))
+
+        def of_qkv(kind: str) -> dict[str, TensorAxis]:
+            return {f"{module}{name}_{kind}.weight": elements for name in "qkv"}
+
+        yield make_param("inputs", of_qkv("proj"), hidden)
+        gates = {"f_a": inner, "g_a": inner, "b": heads}
+        rows_of = {f"{module}{name}_proj.weight": rows for name, rows in gates.items()}
+        yield make_param("gates", rows_of, hidden)
+        yield make_param("conv", of_qkv("conv1d"), whole_axis(1), whole_axis(delta.taps))
+        yield make_param("decay_up", {f"{module}f_b_proj.weight": elements}, inner)
+        yield make_param("z_up", {f"{module}g_b_proj.weight": elements}, inner)
+        only = TensorAxis(1, 0)
+        yield make_param("rate", {f"{module}A_log": only}, only, heads, only, is_float32=True)
+        yield make_param("bias", {f"{module}dt_bias": elements}, is_float32=True)
+        yield from self.norm.params("head_norm", f"{module}o_norm", whole_axis(delta.value_dim))
+        yield make_param("out", {f"{module}o_proj.weight": hidden}, elements)
+
+    def num_parameters(self, hidden_size: int) -> int:
+        delta = self.delta
+        of_hidden = delta.channels + 2 * delta.key_dim + delta.value_heads + delta.value_size
+        of_inner = 2 * delta.value_size * delta.key_dim
+        return hidden_size * of_hidden + of_inner + delta.channels * delta.taps
+
+    def find_obstacle(self, shard: Shard) -> str | None:
+        heads = self.delta.value_heads
+        if heads % shard.size:
+            return f"the model's linear_num_heads = {heads} is no multiple of it"
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -20,6 +20,8 @@ class MlpSpec:
     bias: bool = False
     module: str = "mlp"
     """The block's place in a layer, in checkpoint names."""
+    other_module: str | None = None
+    """Another place, where some files have it."""
     size_field: str = "intermediate_size"
     """Field of config.json that states `inner_size`."""
     is_fused: bool = False
@@ -27,12 +29,19 @@ class MlpSpec:
     activation: Activation = "silu"
     """Of the gate."""
 
-    def params(self, prefix: str, hidden_size: int, shard: Shard) -> Iterator[Param]:
-        """Tensors that a rank holds of the whole block; their checkpoint names start with
-        `prefix`."""
+    def params(
+        self, prefix: str, hidden_size: int, shard: Shard, stored: Container[str] = ()
+    ) -> Iterator[Param]:
+        """Tensors that a rank holds of the whole block; their checkpoint names start with `prefix`.
+
+        Args: `stored`: names in the checkpoint's files.
+        """
         hidden = whole_axis(hidden_size)
         inner = TensorAxis(self.inner_size, shard.slice_of(self.inner_size))
         module = f"{prefix}{self.module}."
+        other = f"{prefix}{self.other_module}."
+        if f"{other}down_proj.weight" in stored:
+            module = other
 
         def gate_up(kind: str) -> dict[str, TensorAxis]:
             return {f"{module}{name}.{kind}": inner for name in ("gate_proj", "up_proj")}

@@ -47,10 +47,7 @@ class LayerSpec:
         hidden = whole_axis(hidden_size)
         yield from self.norms.params(prefix, hidden)
         yield from self.attention.params(prefix, hidden_size, shard)
-        if isinstance(self.mlp, MoeSpec):
-            yield from self.mlp.params(prefix, hidden_size, shard, stored)
-        else:
-            yield from self.mlp.params(prefix, hidden_size, shard)
+        yield from self.mlp.params(prefix, hidden_size, shard, stored)
 
     def share(self, shard: Shard) -> LayerSpec:
         """The layer as one rank computes it."""

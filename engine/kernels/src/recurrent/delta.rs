@@ -10,6 +10,9 @@
 //! o  = S^T q
 //! ```
 //!
+//! A head has one `a` for all of S, or one for each of its rows (Kimi delta attention, arXiv
+//! 2510.26692).
+//!
 //! Columns of S do not depend on each other, so an item has some columns of one head of one row,
 //! and all tokens of it: they stay in the first-level cache. Each column's sums are chains in the
 //! order of key elements.
@@ -22,6 +25,7 @@ use std::marker::PhantomData;
 
 use crate::elem::{Bf16, Dtype, ElementType, F32, load_part, store_part};
 use crate::isa::{self, Isa};
+use crate::math::{LOG2_E, exp2, softplus};
 use crate::memory::scratch::{padded, with_scratch};
 use crate::pool;
 use crate::recurrent::StateRows;
@@ -41,6 +45,8 @@ pub struct DeltaSizes {
     pub value_heads: usize,
     pub key_dim: usize,
     pub value_dim: usize,
+    /// Of a value head: 1, or `key_dim`, one for each row of S.
+    pub decays: usize,
 }
 
 /// Arguments of one layer's rule; T tokens.
@@ -50,11 +56,15 @@ pub struct GatedDelta<'a> {
     pub sizes: DeltaSizes,
     /// Per token the queries and the keys of key heads, then the values of value heads; contiguous.
     pub qkv: *const u8,
-    /// `[T, 2 * value_heads]` = b, then a; contiguous.
-    pub gates: *const u8,
+    /// b: `[T, value_heads]`, rows `strength_stride` elements apart.
+    pub strengths: *const u8,
+    pub strength_stride: usize,
+    /// a: `[T, value_heads * decays]`, rows `decay_stride` elements apart.
+    pub decays: *const u8,
+    pub decay_stride: usize,
     /// float32 `[value_heads]`: logarithms.
     pub rate: *const f32,
-    /// float32 `[value_heads]`
+    /// float32 `[value_heads * decays]`
     pub bias: *const f32,
     /// Slot s has `[value_heads, key_dim, value_dim]` from element `s * state_stride` on.
     pub state: *mut f32,
@@ -118,25 +128,35 @@ impl<E: ElementType> SimdKernel for TypedItem<'_, E> {
     unsafe fn run<S: Simd>(self) {
         let item = self.0;
         let key_dim = item.call.sizes.key_dim;
-        let words = padded(key_dim * COLUMNS) + 2 * padded(key_dim);
+        let words = padded(key_dim * COLUMNS) + 4 * padded(key_dim);
         with_scratch(words, |mut scratch| {
             let columns = scratch.take(key_dim * COLUMNS).cast::<f32>();
-            let query = scratch.take(key_dim).cast::<f32>();
-            let key = scratch.take(key_dim).cast::<f32>();
-            item.pass_tokens::<S, E>(columns, query, key);
+            let inputs = TokenInputs {
+                query: scratch.take(key_dim).cast::<f32>(),
+                key: scratch.take(key_dim).cast::<f32>(),
+                decay: scratch.take(key_dim).cast::<f32>(),
+                decayed_key: scratch.take(key_dim).cast::<f32>(),
+            };
+            item.pass_tokens::<S, E>(columns, inputs);
         });
     }
 }
 
+/// Room for a head's vectors of one token, `[key_dim]` each.
+#[derive(Clone, Copy)]
+struct TokenInputs {
+    query: *mut f32,
+    key: *mut f32,
+    /// What multiplies each row of S before the token.
+    decay: *mut f32,
+    /// Reads of S what the key reads of the decayed one.
+    decayed_key: *mut f32,
+}
+
 impl Item<'_> {
-    /// Args: room for the item's columns `[key_dim, COLUMNS]`, and for a query and a key.
+    /// Args: `columns`: room for the item's columns `[key_dim, COLUMNS]`.
     #[inline(always)]
-    unsafe fn pass_tokens<S: Simd, E: ElementType>(
-        &self,
-        columns: *mut f32,
-        query: *mut f32,
-        key: *mut f32,
-    ) {
+    unsafe fn pass_tokens<S: Simd, E: ElementType>(&self, columns: *mut f32, inputs: TokenInputs) {
         let call = self.call;
         let sizes = call.sizes;
         let key_dim = sizes.key_dim;
@@ -152,17 +172,16 @@ impl Item<'_> {
                 .cast::<E::T>()
                 .add(token * (2 * key_size + value_size));
             let head_query = qkv.add(key_head * key_dim);
-            set_length::<S, E>(head_query, key_dim, query_factor, query);
-            set_length::<S, E>(head_query.add(key_size), key_dim, 1.0, key);
+            set_length::<S, E>(head_query, key_dim, query_factor, inputs.query);
+            set_length::<S, E>(head_query.add(key_size), key_dim, 1.0, inputs.key);
+            self.set_decay::<S, E>(token, inputs);
             let value = qkv.add(2 * key_size + own_values);
-            let (decay, strength) = self.gates::<E>(token);
-            let decay = S::splat(decay);
-            let strength = S::splat(strength);
+            let strength = S::splat(self.strength::<E>(token));
 
             let vectors = COLUMNS / S::LANES;
             let mut correction = [S::splat(0.0); MOST_VECTORS];
             for d in 0..key_dim {
-                let k = S::splat(key.add(d).read());
+                let k = S::splat(inputs.decayed_key.add(d).read());
                 let row = columns.add(d * COLUMNS);
                 for (v, sum) in correction.iter_mut().enumerate().take(vectors) {
                     *sum = S::fma(S::load(row.add(v * S::LANES)), k, *sum);
@@ -171,12 +190,13 @@ impl Item<'_> {
             for (v, sum) in correction.iter_mut().enumerate().take(vectors) {
                 let at = v * S::LANES;
                 let want = load_part::<S, E>(value.add(at), self.columns_from(at));
-                *sum = S::mul(S::sub(want, S::mul(decay, *sum)), strength);
+                *sum = S::mul(S::sub(want, *sum), strength);
             }
             let mut result = [S::splat(0.0); MOST_VECTORS];
             for d in 0..key_dim {
-                let k = S::splat(key.add(d).read());
-                let q = S::splat(query.add(d).read());
+                let k = S::splat(inputs.key.add(d).read());
+                let q = S::splat(inputs.query.add(d).read());
+                let decay = S::splat(inputs.decay.add(d).read());
                 let row = columns.add(d * COLUMNS);
                 for (v, sum) in result.iter_mut().enumerate().take(vectors) {
                     let at = row.add(v * S::LANES);
@@ -240,23 +260,47 @@ impl Item<'_> {
         }
     }
 
-    /// What multiplies the state before a token, and the token's correction.
+    /// What multiplies the correction of a token.
     #[inline(always)]
-    unsafe fn gates<E: ElementType>(&self, token: usize) -> (f32, f32) {
-        let heads = self.call.sizes.value_heads;
-        let gates = self.call.gates.cast::<E::T>().add(token * 2 * heads);
-        let b = E::to_f32(gates.add(self.head).read());
-        let a = E::to_f32(gates.add(heads + self.head).read());
-        let strength = E::to_f32(E::from_f32(1.0 / (1.0 + (-b).exp())));
-        let step = softplus(a + self.call.bias.add(self.head).read());
-        let rate = self.call.rate.add(self.head).read().exp();
-        ((-rate * step).exp(), strength)
+    unsafe fn strength<E: ElementType>(&self, token: usize) -> f32 {
+        let strengths = self.call.strengths.cast::<E::T>();
+        let b = strengths
+            .add(token * self.call.strength_stride + self.head)
+            .read();
+        E::to_f32(E::from_f32(1.0 / (1.0 + (-E::to_f32(b)).exp())))
     }
-}
 
-/// ln(1 + e^x); x itself above 20, where the difference is below its last bit.
-fn softplus(x: f32) -> f32 {
-    if x > 20.0 { x } else { x.exp().ln_1p() }
+    /// Write the token's decays, and the key times them.
+    #[inline(always)]
+    unsafe fn set_decay<S: Simd, E: ElementType>(&self, token: usize, to: TokenInputs) {
+        let DeltaSizes {
+            decays, key_dim, ..
+        } = self.call.sizes;
+        let first = self.head * decays;
+        let a = self.call.decays.cast::<E::T>();
+        let a = a.add(token * self.call.decay_stride + first);
+        let bias = self.call.bias.add(first);
+        let rate = S::splat(-LOG2_E * self.call.rate.add(self.head).read().exp());
+        for i in (0..decays).step_by(S::LANES) {
+            let left = decays - i;
+            let sum = S::add(
+                load_part::<S, E>(a.add(i), left),
+                load_part::<S, F32>(bias.add(i), left),
+            );
+            let decay = exp2::<S>(S::mul(rate, softplus::<S>(sum)));
+            store_part::<S, F32>(to.decay.add(i), decay, left);
+        }
+        if decays == 1 {
+            let decay = to.decay.read();
+            std::slice::from_raw_parts_mut(to.decay, key_dim).fill(decay);
+        }
+        for i in (0..key_dim).step_by(S::LANES) {
+            let left = key_dim - i;
+            let key = load_part::<S, F32>(to.key.add(i), left);
+            let decay = load_part::<S, F32>(to.decay.add(i), left);
+            store_part::<S, F32>(to.decayed_key.add(i), S::mul(key, decay), left);
+        }
+    }
 }
 
 /// Write x `[n]` with the length `length`.
@@ -295,7 +339,8 @@ mod tests {
         dtype: Dtype,
         sizes: DeltaSizes,
         qkv: Stored,
-        gates: Stored,
+        strengths: Stored,
+        decays: Stored,
         rate: Vec<f32>,
         bias: Vec<f32>,
     }
@@ -303,15 +348,18 @@ mod tests {
     impl World {
         fn new(dtype: Dtype, sizes: DeltaSizes, tokens: usize) -> World {
             let width = sizes.key_heads * sizes.key_dim * 2 + sizes.value_heads * sizes.value_dim;
-            let mut gates = noise(tokens * 2 * sizes.value_heads, 2);
-            gates[sizes.value_heads] = 25.0;
+            let all_decays = sizes.value_heads * sizes.decays;
+            let mut decays = noise(tokens * all_decays, 2);
+            // From next to none to nothing left.
+            decays[..3].copy_from_slice(&[25.0, -25.0, 300.0]);
             World {
                 dtype,
                 sizes,
                 qkv: Stored::new(dtype, &noise(tokens * width, 1)),
-                gates: Stored::new(dtype, &gates),
+                strengths: Stored::new(dtype, &noise(tokens * sizes.value_heads, 5)),
+                decays: Stored::new(dtype, &decays),
                 rate: noise(sizes.value_heads, 3),
-                bias: noise(sizes.value_heads, 4),
+                bias: noise(all_decays, 4),
             }
         }
 
@@ -350,7 +398,10 @@ mod tests {
                 dtype: self.dtype,
                 sizes: self.sizes,
                 qkv: self.qkv.1[first * inputs * size..].as_ptr(),
-                gates: self.gates.1[first * 2 * heads * size..].as_ptr(),
+                strengths: self.strengths.1[first * heads * size..].as_ptr(),
+                strength_stride: heads,
+                decays: self.decays.1[first * heads * self.sizes.decays * size..].as_ptr(),
+                decay_stride: heads * self.sizes.decays,
                 rate: self.rate.as_ptr(),
                 bias: self.bias.as_ptr(),
                 state: state.as_mut_ptr(),
@@ -372,7 +423,8 @@ mod tests {
         fn want(&self, tokens: usize) -> Vec<f64> {
             let s = self.sizes;
             let qkv: Vec<f64> = self.qkv.values().into_iter().map(f64::from).collect();
-            let gates: Vec<f64> = self.gates.values().into_iter().map(f64::from).collect();
+            let strengths = self.strengths.values();
+            let decays = self.decays.values();
             let key_size = s.key_heads * s.key_dim;
             let width = 2 * key_size + s.value_heads * s.value_dim;
             let mut out = vec![0.0; tokens * s.value_heads * s.value_dim];
@@ -388,11 +440,16 @@ mod tests {
                     let q = unit(&inputs[place..][..s.key_dim]);
                     let k = unit(&inputs[key_size + place..][..s.key_dim]);
                     let v = &inputs[2 * key_size + head * s.value_dim..][..s.value_dim];
-                    let own = &gates[token * 2 * s.value_heads..];
-                    let a = own[s.value_heads + head] + f64::from(self.bias[head]);
-                    let decay = (-f64::from(self.rate[head]).exp() * a.exp().ln_1p()).exp();
-                    let strength = 1.0 / (1.0 + (-own[head]).exp());
-                    state.iter_mut().for_each(|x| *x *= decay);
+                    let b = f64::from(strengths[token * s.value_heads + head]);
+                    let strength = 1.0 / (1.0 + (-b).exp());
+                    for (d, row) in state.chunks_exact_mut(s.value_dim).enumerate() {
+                        let place = head * s.decays + if s.decays == 1 { 0 } else { d };
+                        let given = decays[token * s.value_heads * s.decays + place];
+                        let a = f64::from(given) + f64::from(self.bias[place]);
+                        let rate = f64::from(self.rate[head]).exp();
+                        let decay = (-rate * a.exp().ln_1p()).exp();
+                        row.iter_mut().for_each(|x| *x *= decay);
+                    }
                     for c in 0..s.value_dim {
                         let read: f64 = (0..s.key_dim)
                             .map(|d| state[d * s.value_dim + c] * k[d])
@@ -419,19 +476,27 @@ mod tests {
             value_heads: 4,
             key_dim: 12,
             value_dim: 20,
+            decays: 1,
         };
         let wide = DeltaSizes {
             key_heads: 1,
             value_heads: 3,
             key_dim: 32,
             value_dim: 72,
+            decays: 32,
+        };
+        let small_with_many = DeltaSizes {
+            decays: 12,
+            ..small
         };
         let tokens = 9;
         for isa in Isa::available() {
             for (dtype, sizes) in [
                 (Dtype::F32, small),
+                (Dtype::F32, small_with_many),
                 (Dtype::F32, wide),
                 (Dtype::Bf16, small),
+                (Dtype::Bf16, wide),
             ] {
                 let world = World::new(dtype, sizes, tokens);
                 let size = world.state_size();
