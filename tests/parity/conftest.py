@@ -12,6 +12,7 @@ import torch
 
 from tests.support.models.checkpoints import (
     VOCAB,
+    WITH_STATES,
     make_checkpoint,
     reference_greedy,
     reference_model,
@@ -72,3 +73,13 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refer
         return Reference(make_checkpoint(variant, root / variant))
 
     return make
+
+
+@pytest.fixture(
+    params=[WITH_STATES[0], *(pytest.param(v, marks=pytest.mark.slow) for v in WITH_STATES[1:])]
+)
+def stateful(request: pytest.FixtureRequest) -> str:
+    """A variant with a state per sequence: each of them, as their caches and transfers are the same,
+    and the first alone among the fast tests."""
+    variant: str = request.param
+    return variant

@@ -23,7 +23,8 @@ from tests.support.models.whole_model import load_model
 from tests.support.probes import RunnerProbe
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+# Kimi-Linear came with transformers 5, and turns nothing.
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "kimi-linear"])
 def test_transformers_4_and_5_directories_give_one_spec(variant, tmp_path):
     config = variant_config(variant)
     config.architectures = [f"{VARIANTS[variant][0]}ForCausalLM"]

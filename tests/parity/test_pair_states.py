@@ -17,7 +17,7 @@ from baton.sched.types.request import Rendezvous, ValidatedRequest
 from tests.parity.conftest import Reference
 from tests.parity.test_preempted_tokens import storm
 from tests.support.engines.engine_run import greedy
-from tests.support.models.checkpoints import VOCAB, WITH_STATES
+from tests.support.models.checkpoints import VOCAB
 
 pair_module = pytest.importorskip(
     "tests.support.engines.pair", reason="needs the native module: make setup", exc_type=ImportError
@@ -66,14 +66,13 @@ def pair_of(ref: Reference, transport: str = "shm", /, **flags: object) -> Itera
         pair.close()
 
 
-@pytest.mark.parametrize("variant", WITH_STATES)
 @pytest.mark.parametrize(
     "transport", ["tcp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("shm", "gloo"))]
 )
 def test_prompts_around_every_border_equal_transformers_with_hits_on_either_node(
-    reference: Callable[[str], Reference], variant: str, transport: str
+    reference: Callable[[str], Reference], stateful: str, transport: str
 ) -> None:
-    ref = reference(variant)
+    ref = reference(stateful)
     prompts = prompts_of(random.Random(1), BORDERS)
     want = ref.answers(prompts, STEPS)
     with pair_of(ref, transport) as pair:
@@ -90,7 +89,6 @@ def test_prompts_around_every_border_equal_transformers_with_hits_on_either_node
             assert (d.hit_tokens["decode_tree"] > on_d) == (d not in flushed)
 
 
-@pytest.mark.parametrize("variant", WITH_STATES)
 @pytest.mark.parametrize(
     "flags",
     [
@@ -109,9 +107,9 @@ def test_prompts_around_every_border_equal_transformers_with_hits_on_either_node
     ids=str,
 )
 def test_pair_equals_transformers_under_every_engine_setting(
-    reference: Callable[[str], Reference], variant: str, flags: dict[str, object]
+    reference: Callable[[str], Reference], stateful: str, flags: dict[str, object]
 ) -> None:
-    ref = reference(variant)
+    ref = reference(stateful)
     prompts = prompts_of(random.Random(2), [1, 15, 16, 17, 64, 65, 96, 130])
     want = ref.answers(prompts, STEPS)
     with pair_of(ref, **flags) as pair:
@@ -121,17 +119,16 @@ def test_pair_equals_transformers_under_every_engine_setting(
             assert pair.d.engine.sched.report.counters()["retractions_total"] > 0
 
 
-@pytest.mark.parametrize("variant", WITH_STATES)
 @pytest.mark.parametrize(
     "flags",
     [{"chunked_prefill_size": 16}, pytest.param(FULL_POOL, marks=pytest.mark.slow)],
     ids=str,
 )
 def test_suspended_on_either_node_the_tokens_are_transformers(
-    reference: Callable[[str], Reference], variant: str, flags: dict[str, object]
+    reference: Callable[[str], Reference], stateful: str, flags: dict[str, object]
 ) -> None:
     """A prompt whose pages D reads keeps them on P, and its state, which has lost its slot."""
-    ref = reference(variant)
+    ref = reference(stateful)
     prompts = prompts_of(random.Random(4), [1, 15, 16, 17, 33, 64, 70, 130])
     want = ref.answers(prompts, STEPS)
     rng = random.Random(5)
@@ -147,10 +144,10 @@ def test_suspended_on_either_node_the_tokens_are_transformers(
 
 
 def test_answer_resumed_by_another_pair_goes_on_as_it_would_have(
-    reference: Callable[[str], Reference],
+    reference: Callable[[str], Reference], stateful: str
 ) -> None:
     """What the router does when D dies: the prompt and the tokens that the client has, to P and another D."""
-    ref = reference(WITH_STATES[0])
+    ref = reference(stateful)
     (prompt,) = prompts_of(random.Random(6), [70])
     (want,) = ref.answers([prompt], 40)
     with pair_of(ref) as pair:
@@ -163,10 +160,10 @@ def test_answer_resumed_by_another_pair_goes_on_as_it_would_have(
 
 
 def test_prompts_that_share_a_beginning_are_found_whole_on_the_prefill_node(
-    reference: Callable[[str], Reference],
+    reference: Callable[[str], Reference], stateful: str
 ) -> None:
     """Computed together: the tree has no snapshot where they part."""
-    ref = reference(WITH_STATES[0])
+    ref = reference(stateful)
     prompts = prompts_of(random.Random(10), [70, 90, 110])[::2]
     prompts.append(prompts[1][:60] + prompts[0][:50])
     want = ref.answers(prompts, 4)
@@ -180,10 +177,10 @@ def test_prompts_that_share_a_beginning_are_found_whole_on_the_prefill_node(
 
 
 def test_only_the_state_travels_where_the_decode_node_has_all_other_pages(
-    reference: Callable[[str], Reference],
+    reference: Callable[[str], Reference], stateful: str
 ) -> None:
     (prompt,) = prompts_of(random.Random(7), [64])
-    with pair_of(reference(WITH_STATES[0]), "tcp") as pair:
+    with pair_of(reference(stateful), "tcp") as pair:
         pulled = []
         for _ in range(2):
             before = pair.pulled().get('kv_pull_bytes_total{transport="tcp"}', 0)
@@ -198,9 +195,9 @@ def test_only_the_state_travels_where_the_decode_node_has_all_other_pages(
 
 
 def test_longest_prompt_that_fits_with_its_state_is_served_and_a_longer_one_refused(
-    reference: Callable[[str], Reference],
+    reference: Callable[[str], Reference], stateful: str
 ) -> None:
-    ref = reference(WITH_STATES[0])
+    ref = reference(stateful)
     tokens = 96
     prompts = prompts_of(random.Random(8), [tokens - 1, tokens - 2, tokens])
     want = ref.answers(prompts[:2], 8)
@@ -218,10 +215,10 @@ def test_longest_prompt_that_fits_with_its_state_is_served_and_a_longer_one_refu
 
 
 def test_decode_node_computes_prompts_without_a_room_itself(
-    reference: Callable[[str], Reference],
+    reference: Callable[[str], Reference], stateful: str
 ) -> None:
     """As where every P is gone."""
-    ref = reference(WITH_STATES[0])
+    ref = reference(stateful)
     prompts = prompts_of(random.Random(9), [9, 64, 100])
     want = ref.answers(prompts, STEPS)
     with pair_of(ref) as pair:

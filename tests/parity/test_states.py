@@ -19,7 +19,6 @@ from tests.support.models.whole_model import load_model
 
 pytest.importorskip("baton._native", reason="the native module is not built")
 
-VARIANT = "qwen3-next"
 STEPS = 16
 LONG_ANSWER = 200
 LENGTHS = [1, 3, 4, 5, 63, 64, 65, 70, 130]
@@ -28,10 +27,10 @@ LENGTHS = [1, 3, 4, 5, 63, 64, 65, 70, 130]
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_logits_have_the_same_bits_token_by_token_and_in_any_chunks_and_pages(
-    reference: Callable[[str], Reference], dtype: str
+    reference: Callable[[str], Reference], stateful: str, dtype: str
 ) -> None:
     """Decode is a chunk of one token: an answer that is computed again from its tokens goes on as it would have."""
-    model = load_model(reference(VARIANT).path, dtype=dtype)
+    model = load_model(reference(stateful).path, dtype=dtype)
     model.pack()
     prompt = prompts_of(random.Random(1), [150])[0]
     whole = ModelLoop(model, "cpu", 16).prompt_logits(prompt, 1000)
@@ -42,9 +41,9 @@ def test_logits_have_the_same_bits_token_by_token_and_in_any_chunks_and_pages(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rows_of_a_batch_have_the_bits_of_single_rows(
-    reference: Callable[[str], Reference], dtype: str
+    reference: Callable[[str], Reference], stateful: str, dtype: str
 ) -> None:
-    model = load_model(reference(VARIANT).path, dtype=dtype)
+    model = load_model(reference(stateful).path, dtype=dtype)
     model.pack()
     prompts = prompts_of(random.Random(2), [1, 5, 40, 70])
     loop = ModelLoop(model, "cpu", 4)
@@ -74,9 +73,9 @@ def test_rows_of_a_batch_have_the_bits_of_single_rows(
     ids=str,
 )
 def test_engine_equals_transformers(
-    reference: Callable[[str], Reference], flags: dict[str, object]
+    reference: Callable[[str], Reference], stateful: str, flags: dict[str, object]
 ) -> None:
-    ref = reference(VARIANT)
+    ref = reference(stateful)
     prompts = prompts_of(random.Random(3), LENGTHS)
     want = ref.answers(prompts, STEPS)
     engine = make_engine(ref.path, **flags)
@@ -94,9 +93,9 @@ def test_engine_equals_transformers(
 
 @pytest.mark.parametrize("mode", ["cache", "recompute"])
 def test_suspended_and_resumed_the_tokens_are_transformers(
-    reference: Callable[[str], Reference], mode: str
+    reference: Callable[[str], Reference], stateful: str, mode: str
 ) -> None:
-    ref = reference(VARIANT)
+    ref = reference(stateful)
     prompts = prompts_of(random.Random(3), LENGTHS)
     want = ref.answers(prompts, STEPS)
     engine = make_engine(
@@ -113,8 +112,10 @@ def test_suspended_and_resumed_the_tokens_are_transformers(
     engine.close()
 
 
-def test_long_answers_equal_transformers(reference: Callable[[str], Reference]) -> None:
-    ref = reference(VARIANT)
+def test_long_answers_equal_transformers(
+    reference: Callable[[str], Reference], stateful: str
+) -> None:
+    ref = reference(stateful)
     prompts = prompts_of(random.Random(5), [9, 100])
     engine = make_engine(ref.path, chunked_prefill_size=48)
     want = ref.answers(prompts, LONG_ANSWER)
@@ -124,9 +125,9 @@ def test_long_answers_equal_transformers(reference: Callable[[str], Reference]) 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 def test_next_turn_begins_at_the_last_snapshot_of_the_answer(
-    reference: Callable[[str], Reference], page_size: int
+    reference: Callable[[str], Reference], stateful: str, page_size: int
 ) -> None:
-    ref = reference(VARIANT)
+    ref = reference(stateful)
     prompts = prompts_of(random.Random(6), [9, 100])
     engine = make_engine(ref.path, page_size=page_size)
     answers = answer(engine, prompts, greedy(LONG_ANSWER))

@@ -97,6 +97,7 @@ DIVIDED_AS_ANOTHER = [
     ("glm4-moe-lite", 2),
     ("gpt-oss", 2),
     ("llama4", 2),
+    ("kimi-linear", 2),
 ]
 FAMILIES = [*DIVIDED_ANOTHER_WAY, *DIVIDED_AS_ANOTHER]
 

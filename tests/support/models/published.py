@@ -138,6 +138,21 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "use_sliding_window": False, "num_experts": 128, "num_experts_per_tok": 8,
         "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
     },
+    "Kimi-Linear 48B A3B": {
+        "architectures": ["KimiLinearForCausalLM"], "hidden_size": 2304, "intermediate_size": 9216, "head_dim": 72,
+        "num_hidden_layers": 27, "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 163840,
+        "model_max_length": 1048576, "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "rope_scaling": None,
+        "first_k_dense_replace": 1, "moe_layer_freq": 1, "moe_intermediate_size": 1024, "num_experts": 256,
+        "num_experts_per_token": 8, "num_shared_experts": 1, "moe_renormalize": True,
+        "moe_router_activation_func": "sigmoid", "use_grouped_topk": True, "num_expert_group": 1, "topk_group": 1,
+        "routed_scaling_factor": 2.446, "mla_use_nope": True, "q_lora_rank": None, "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "num_nextn_predict_layers": 0,
+        "linear_attn_config": {
+            "head_dim": 128, "num_heads": 32, "short_conv_kernel_size": 4,
+            "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+            "kda_layers": [n for n in range(1, 27) if n % 4],
+        },
+    },
     "Qwen3-Next 80B A3B": {
         "architectures": ["Qwen3NextForCausalLM"], "hidden_size": 2048, "intermediate_size": 5120, "head_dim": 256,
         "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 2, "vocab_size": 151936,
