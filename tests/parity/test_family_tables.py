@@ -23,6 +23,7 @@ PARAMETERS = {
     "Llama 3.1 8B": 8.03e9, "Phi-3-mini 4k": 3.82e9, "Phi-4": 14.7e9, "OLMo 2 7B": 7.3e9, "Granite 3.3 8B": 8.17e9,
     "SmolLM3 3B": 3.08e9, "Gemma 2 9B": 9.24e9, "Gemma 3 1B": 1.0e9, "Phi-3.5-MoE": 41.9e9, "Qwen3-30B-A3B": 30.5e9,
     "Qwen3-Next 80B A3B": 79.7e9, "gpt-oss 20B": 20.9e9, "gpt-oss 120B": 116.8e9, "Llama 4 Scout": 107.8e9,
+    "Kimi-Linear 48B A3B": 49.1e9,
 }  # fmt: skip
 """As the model cards have them."""
 

@@ -116,7 +116,7 @@ def test_ranks_have_some_key_heads_and_their_value_heads(tmp_path: Path) -> None
     share = share_of(spec, Shard(1, 4))
     assert share.states[0] == DeltaSpec(4, 8, 128, 128, taps=4, first_value_head=8)
     for name, rows in (
-        ("qkvz", 16 * (2 * 128 + 4 * 128)),
+        ("inputs", 16 * (2 * 128 + 4 * 128)),
         ("gates", 64),
         ("conv", 8192),
         ("rate", 32),
@@ -125,7 +125,7 @@ def test_ranks_have_some_key_heads_and_their_value_heads(tmp_path: Path) -> None
         taken = [rows_taken(spec, Shard(rank, 4), name) for rank in range(4)]
         assert sorted(row for own in taken for row in own) == list(range(rows)), name
     # A group of rows has a query, a key, two values and two z of 128 elements.
-    own = rows_taken(spec, Shard(1, 4), "qkvz")
+    own = rows_taken(spec, Shard(1, 4), "inputs")
     assert own[:2] == [4 * 768, 4 * 768 + 1]
     assert own[4 * 128] == 4 * 768 + 128
     assert own[8 * 128] == 4 * 768 + 256

@@ -4,7 +4,7 @@
 |---|---|
 | `attention`, `rope` | projections, norms and rotation around an attention backend; tables of the rotation |
 | `mla` | the same with latents in the pages |
-| `delta_net` | the gated delta net, on states of sequences |
+| `delta_net` | delta nets, on states of sequences |
 | `mlp` | the gated MLP |
 | `norm` | norms of rows and of heads |
 | `moe`, `router` | the mixture of experts, and the choice of a token's experts |
