@@ -95,20 +95,30 @@ pub unsafe fn gated_delta(call: &GatedDelta) {
 pub unsafe fn gated_delta_on(isa: Isa, call: &GatedDelta) {
     let parts = call.sizes.value_dim.div_ceil(COLUMNS);
     let heads = call.sizes.value_heads;
+    let key_dim = call.sizes.key_dim;
+    let words = padded(key_dim * COLUMNS) + 4 * padded(key_dim);
     pool::for_each(call.rows.len() * heads * parts, &|i| {
-        let item = Item {
-            call,
-            row: i / parts / heads,
-            head: i / parts % heads,
-            first_column: i % parts * COLUMNS,
-        };
-        // SAFETY: passed on.
-        unsafe {
-            match call.dtype {
-                Dtype::F32 => dispatch(isa, TypedItem::<F32>(item, PhantomData)),
-                Dtype::Bf16 => dispatch(isa, TypedItem::<Bf16>(item, PhantomData)),
+        // In front of `dispatch`: a closure inside would not be compiled for the level.
+        with_scratch(words, |mut scratch| {
+            let item = Item {
+                call,
+                row: i / parts / heads,
+                head: i / parts % heads,
+                first_column: i % parts * COLUMNS,
+                columns: scratch.take(key_dim * COLUMNS).cast(),
+                query: scratch.take(key_dim).cast(),
+                key: scratch.take(key_dim).cast(),
+                decay: scratch.take(key_dim).cast(),
+                decayed_key: scratch.take(key_dim).cast(),
+            };
+            // SAFETY: passed on; the pieces have the sizes they need.
+            unsafe {
+                match call.dtype {
+                    Dtype::F32 => dispatch(isa, TypedItem::<F32>(item, PhantomData)),
+                    Dtype::Bf16 => dispatch(isa, TypedItem::<Bf16>(item, PhantomData)),
+                }
             }
-        }
+        });
     });
 }
 
@@ -119,32 +129,9 @@ struct Item<'a> {
     row: usize,
     head: usize,
     first_column: usize,
-}
-
-struct TypedItem<'a, E>(Item<'a>, PhantomData<E>);
-
-impl<E: ElementType> SimdKernel for TypedItem<'_, E> {
-    #[inline(always)]
-    unsafe fn run<S: Simd>(self) {
-        let item = self.0;
-        let key_dim = item.call.sizes.key_dim;
-        let words = padded(key_dim * COLUMNS) + 4 * padded(key_dim);
-        with_scratch(words, |mut scratch| {
-            let columns = scratch.take(key_dim * COLUMNS).cast::<f32>();
-            let inputs = TokenInputs {
-                query: scratch.take(key_dim).cast::<f32>(),
-                key: scratch.take(key_dim).cast::<f32>(),
-                decay: scratch.take(key_dim).cast::<f32>(),
-                decayed_key: scratch.take(key_dim).cast::<f32>(),
-            };
-            item.pass_tokens::<S, E>(columns, inputs);
-        });
-    }
-}
-
-/// Room for a head's vectors of one token, `[key_dim]` each.
-#[derive(Clone, Copy)]
-struct TokenInputs {
+    /// `[key_dim, COLUMNS]`
+    columns: *mut f32,
+    /// Of a token, `[key_dim]` as what follows.
     query: *mut f32,
     key: *mut f32,
     /// What multiplies each row of S before the token.
@@ -153,11 +140,20 @@ struct TokenInputs {
     decayed_key: *mut f32,
 }
 
-impl Item<'_> {
-    /// Args: `columns`: room for the item's columns `[key_dim, COLUMNS]`.
+struct TypedItem<'a, E>(Item<'a>, PhantomData<E>);
+
+impl<E: ElementType> SimdKernel for TypedItem<'_, E> {
     #[inline(always)]
-    unsafe fn pass_tokens<S: Simd, E: ElementType>(&self, columns: *mut f32, inputs: TokenInputs) {
+    unsafe fn run<S: Simd>(self) {
+        self.0.pass_tokens::<S, E>();
+    }
+}
+
+impl Item<'_> {
+    #[inline(always)]
+    unsafe fn pass_tokens<S: Simd, E: ElementType>(&self) {
         let call = self.call;
+        let columns = self.columns;
         let sizes = call.sizes;
         let key_dim = sizes.key_dim;
         let key_size = sizes.key_heads * key_dim;
@@ -165,23 +161,23 @@ impl Item<'_> {
         let key_head = self.head / (sizes.value_heads / sizes.key_heads);
         let own_values = self.head * sizes.value_dim + self.first_column;
         let query_factor = 1.0 / (key_dim as f32).sqrt();
-        self.load_columns::<S>(columns);
+        self.load_columns::<S>();
         for token in call.rows.tokens(self.row) {
             let qkv = call
                 .qkv
                 .cast::<E::T>()
                 .add(token * (2 * key_size + value_size));
             let head_query = qkv.add(key_head * key_dim);
-            set_length::<S, E>(head_query, key_dim, query_factor, inputs.query);
-            set_length::<S, E>(head_query.add(key_size), key_dim, 1.0, inputs.key);
-            self.set_decay::<S, E>(token, inputs);
+            set_length::<S, E>(head_query, key_dim, query_factor, self.query);
+            set_length::<S, E>(head_query.add(key_size), key_dim, 1.0, self.key);
+            self.set_decay::<S, E>(token);
             let value = qkv.add(2 * key_size + own_values);
             let strength = S::splat(self.strength::<E>(token));
 
             let vectors = COLUMNS / S::LANES;
             let mut correction = [S::splat(0.0); MOST_VECTORS];
             for d in 0..key_dim {
-                let k = S::splat(inputs.decayed_key.add(d).read());
+                let k = S::splat(self.decayed_key.add(d).read());
                 let row = columns.add(d * COLUMNS);
                 for (v, sum) in correction.iter_mut().enumerate().take(vectors) {
                     *sum = S::fma(S::load(row.add(v * S::LANES)), k, *sum);
@@ -194,9 +190,9 @@ impl Item<'_> {
             }
             let mut result = [S::splat(0.0); MOST_VECTORS];
             for d in 0..key_dim {
-                let k = S::splat(inputs.key.add(d).read());
-                let q = S::splat(inputs.query.add(d).read());
-                let decay = S::splat(inputs.decay.add(d).read());
+                let k = S::splat(self.key.add(d).read());
+                let q = S::splat(self.query.add(d).read());
+                let decay = S::splat(self.decay.add(d).read());
                 let row = columns.add(d * COLUMNS);
                 for (v, sum) in result.iter_mut().enumerate().take(vectors) {
                     let at = row.add(v * S::LANES);
@@ -212,7 +208,7 @@ impl Item<'_> {
                 store_part::<S, E>(out.add(at), *sum, self.columns_from(at));
             }
         }
-        self.store_columns::<S>(columns);
+        self.store_columns::<S>();
     }
 
     /// Columns of the item from its column `at` on.
@@ -237,24 +233,24 @@ impl Item<'_> {
 
     /// Copy the item's columns, and zeros behind them.
     #[inline(always)]
-    unsafe fn load_columns<S: Simd>(&self, columns: *mut f32) {
+    unsafe fn load_columns<S: Simd>(&self) {
         let matrix = self.matrix();
         for d in 0..self.call.sizes.key_dim {
             let row = matrix.add(d * self.call.sizes.value_dim);
             for at in (0..COLUMNS).step_by(S::LANES) {
                 let part = load_part::<S, F32>(row.add(at), self.columns_from(at));
-                S::store(columns.add(d * COLUMNS + at), part);
+                S::store(self.columns.add(d * COLUMNS + at), part);
             }
         }
     }
 
     #[inline(always)]
-    unsafe fn store_columns<S: Simd>(&self, columns: *const f32) {
+    unsafe fn store_columns<S: Simd>(&self) {
         let matrix = self.matrix();
         for d in 0..self.call.sizes.key_dim {
             let row = matrix.add(d * self.call.sizes.value_dim);
             for at in (0..COLUMNS).step_by(S::LANES) {
-                let part = S::load(columns.add(d * COLUMNS + at));
+                let part = S::load(self.columns.add(d * COLUMNS + at));
                 store_part::<S, F32>(row.add(at), part, self.columns_from(at));
             }
         }
@@ -272,7 +268,7 @@ impl Item<'_> {
 
     /// Write the token's decays, and the key times them.
     #[inline(always)]
-    unsafe fn set_decay<S: Simd, E: ElementType>(&self, token: usize, to: TokenInputs) {
+    unsafe fn set_decay<S: Simd, E: ElementType>(&self, token: usize) {
         let DeltaSizes {
             decays, key_dim, ..
         } = self.call.sizes;
@@ -288,17 +284,17 @@ impl Item<'_> {
                 load_part::<S, F32>(bias.add(i), left),
             );
             let decay = exp2::<S>(S::mul(rate, softplus::<S>(sum)));
-            store_part::<S, F32>(to.decay.add(i), decay, left);
+            store_part::<S, F32>(self.decay.add(i), decay, left);
         }
         if decays == 1 {
-            let decay = to.decay.read();
-            std::slice::from_raw_parts_mut(to.decay, key_dim).fill(decay);
+            let decay = self.decay.read();
+            std::slice::from_raw_parts_mut(self.decay, key_dim).fill(decay);
         }
         for i in (0..key_dim).step_by(S::LANES) {
             let left = key_dim - i;
-            let key = load_part::<S, F32>(to.key.add(i), left);
-            let decay = load_part::<S, F32>(to.decay.add(i), left);
-            store_part::<S, F32>(to.decayed_key.add(i), S::mul(key, decay), left);
+            let key = load_part::<S, F32>(self.key.add(i), left);
+            let decay = load_part::<S, F32>(self.decay.add(i), left);
+            store_part::<S, F32>(self.decayed_key.add(i), S::mul(key, decay), left);
         }
     }
 }
