@@ -233,9 +233,9 @@ def test_decode_node_computes_prompts_without_a_room_itself(
 
 
 def test_decode_node_computes_the_next_turn_behind_its_answers_last_snapshot(
-    reference: Callable[[str], Reference],
+    reference: Callable[[str], Reference], stateful: str
 ) -> None:
-    ref = reference(WITH_STATES[0])
+    ref = reference(stateful)
     prompts = prompts_of(random.Random(11), [9, 100])
     with pair_of(ref, state_snapshot_tokens=256) as pair:
         answers = pair.answer(prompts, greedy(80))

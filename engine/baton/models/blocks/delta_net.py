@@ -50,7 +50,7 @@ class DeltaBlock:
 
     @staticmethod
     def make(spec: DeltaBlockSpec, tensors: dict[str, Tensor]) -> DeltaBlock:
-        """Args: `tensors`: by the names of `spec.params`; they are removed."""
+        """Args: `tensors`: by the names of `DeltaBlockSpec.params`; they are removed."""
         parts: dict[str, Any] = {
             "spec": spec,
             "conv": tensors.pop("conv").squeeze(1).t().float().contiguous(),
