@@ -27,6 +27,7 @@ _VISION = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
     "patch_size": 14,
 }  # fmt: skip
+_QWEN35_VISION = {"depth": 1, "num_heads": 2, "out_hidden_size": 64, "num_position_embeddings": 16}
 PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma3": ("gemma3", {"model_type": "siglip_vision_model"}),
     "Kimi_K25": ("deepseek-v3", {}),
@@ -39,6 +40,8 @@ PARTS: dict[str, tuple[str, dict[str, Any]]] = {
             "projector_output_dim": 16,
         },
     ),
+    "Qwen3_5": ("qwen3.5", _QWEN35_VISION),
+    "Qwen3_5Moe": ("qwen3.5-moe", _QWEN35_VISION),
     "Mistral3": ("mistral-window", {"model_type": "pixtral", "head_dim": 8}),
 }
 """By the name of transformers' class: a variant for the text part, and what its vision_config has beside _VISION."""
@@ -69,7 +72,7 @@ def test_prompts_of_text_are_answered_as_by_the_whole_model(
 ) -> None:
     model = make(name, tmp_path / "m")
     names = load_file(tmp_path / "m" / "model.safetensors")
-    assert any("vision" in each for each in names)
+    assert any("vis" in each for each in names)
     prompts = Reference(tmp_path / "m").prompts
     engine = make_engine(tmp_path / "m")
     got = answer(engine, prompts, greedy(STEPS))

@@ -75,6 +75,7 @@ DIVIDED_ANOTHER_WAY = [
     ("gemma3", 4),
     ("deepseek-v3", 4),
     ("qwen3-next", 2),
+    ("qwen3.5-moe", 2),
 ]
 """One family of each way to divide tensors. Four ranks hold each of two KV heads twice, or the only one four times;
 Phi stores projections as one matrix; OLMo norms all heads of all ranks as one row; of Qwen2-MoE and GLM, some experts

@@ -55,11 +55,17 @@ _LATENT = {
     "qk_rope_head_dim": 8, "v_head_dim": 12, "moe_intermediate_size": 32, "n_routed_experts": 8,
     "num_experts_per_tok": 3,
 }  # fmt: skip
+_DELTA_NET = {
+    "num_hidden_layers": 5, "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 12,
+}  # fmt: skip
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
-WITH_STATES = ("qwen3-next", "kimi-linear")
+WITH_STATES = ("qwen3-next", "kimi-linear", "qwen3.5", "qwen3.5-moe")
 """Variants with a state per sequence."""
-_ADD_ONE = ("gemma", "qwen3-next")
+_WITH_IMAGES = ("Gemma3", "Llama4", "Qwen3_5", "Qwen3_5Moe")
+"""Classes for text that have another config than those with images."""
+_ADD_ONE = ("gemma", "qwen3-next", "qwen3.5")
 """Variants whose norms multiply by 1 + weight."""
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -200,17 +206,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3-next": (
         "Qwen3Next",
-        {
-            **_EXPERTS,
-            "num_hidden_layers": 5,
-            "head_dim": 32,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 12,
-            "shared_expert_intermediate_size": 48,
-            "attention_bias": True,
-        },
+        {**_DELTA_NET, **_EXPERTS, "shared_expert_intermediate_size": 48, "attention_bias": True},
+    ),
+    "qwen3.5": ("Qwen3_5", {**_DELTA_NET, "tie_word_embeddings": True}),
+    "qwen3.5-moe": (
+        "Qwen3_5Moe",
+        {**_DELTA_NET, **_EXPERTS, "shared_expert_intermediate_size": 48},
     ),
     "glm4-moe": (
         "Glm4Moe",
@@ -417,8 +418,7 @@ def variant_config(variant: str) -> Any:
     import transformers
 
     family, changes = VARIANTS[variant]
-    # Some classes for text have another config than those with images.
-    name = f"{family}TextConfig" if family in ("Gemma3", "Llama4") else f"{family}Config"
+    name = f"{family}TextConfig" if family in _WITH_IMAGES else f"{family}Config"
     return getattr(transformers, name)(**{**_SHAPE, **changes})
 
 

@@ -8,6 +8,10 @@ _GPT_OSS_ROPE = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
 }  # fmt: skip
+_QWEN35_ROPE = {
+    "rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25, "mrope_interleaved": True,
+    "mrope_section": [11, 11, 10],
+}  # fmt: skip
 PUBLISHED: dict[str, dict[str, Any]] = {
     "Llama 3.1 8B": {
         "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336,
@@ -152,6 +156,21 @@ PUBLISHED: dict[str, dict[str, Any]] = {
             "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
             "kda_layers": [n for n in range(1, 27) if n % 4],
         },
+    },
+    "Qwen3.5 9B": {
+        "architectures": ["Qwen3_5ForCausalLM"], "hidden_size": 4096, "intermediate_size": 12288, "head_dim": 256,
+        "num_hidden_layers": 32, "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 248320,
+        "full_attention_interval": 4, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+        "max_position_embeddings": 262144, "rope_parameters": _QWEN35_ROPE,
+    },
+    "Qwen3.5 35B A3B": {
+        "architectures": ["Qwen3_5MoeForCausalLM"], "hidden_size": 2048, "head_dim": 256,
+        "num_hidden_layers": 40, "num_attention_heads": 16, "num_key_value_heads": 2, "vocab_size": 248320,
+        "full_attention_interval": 4, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+        "max_position_embeddings": 262144, "rope_parameters": _QWEN35_ROPE, "num_experts": 256,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
     },
     "Qwen3-Next 80B A3B": {
         "architectures": ["Qwen3NextForCausalLM"], "hidden_size": 2048, "intermediate_size": 5120, "head_dim": 256,

@@ -32,6 +32,8 @@ from baton.models.families.phimoe import PhimoeFamily
 from baton.models.families.qwen2 import Qwen2Family
 from baton.models.families.qwen2_moe import Qwen2MoeFamily
 from baton.models.families.qwen3 import Qwen3Family
+from baton.models.families.qwen3_5 import Qwen35Family
+from baton.models.families.qwen3_5_moe import Qwen35MoeFamily
 from baton.models.families.qwen3_moe import Qwen3MoeFamily
 from baton.models.families.qwen3_next import Qwen3NextFamily
 from baton.models.families.seed_oss import SeedOssFamily
@@ -55,6 +57,8 @@ _ALL: tuple[ModelFamily, ...] = (
     Qwen2MoeFamily(),
     Qwen3MoeFamily(),
     Qwen3NextFamily(),
+    Qwen35Family(),
+    Qwen35MoeFamily(),
     Glm4MoeFamily(),
     DeepseekV2Family(),
     DeepseekV3Family(),

@@ -24,5 +24,7 @@ MULTIMODAL = {
     "Kimi_K25ForConditionalGeneration": Multimodal("kimi_k25", tied=True),
     "Llama4ForConditionalGeneration": Multimodal("llama4", tied=False),
     "Mistral3ForConditionalGeneration": Multimodal("mistral3", tied=True),
+    "Qwen3_5ForConditionalGeneration": Multimodal("qwen3_5", tied=False),
+    "Qwen3_5MoeForConditionalGeneration": Multimodal("qwen3_5_moe", tied=False),
 }
 """By the name in `architectures` of config.json."""

@@ -38,9 +38,10 @@ class Qwen3NextFamily(ModelFamily):
         layers = super().read_layers(config)
         interval = config.read_integer("full_attention_interval", 4)
         types = [FULL if (number + 1) % interval == 0 else STATE for number in range(len(layers))]
-        return place_states(config, layers, self._read_delta(config), types)
+        return place_states(config, layers, self.read_delta(config), types)
 
-    def _read_delta(self, config: ModelConfig) -> DeltaBlockSpec:
+    def read_delta(self, config: ModelConfig) -> DeltaBlockSpec:
+        """The block of layers with states."""
         key_heads = config.read_integer("linear_num_key_heads", 16)
         value_heads = config.read_integer("linear_num_value_heads", 32)
         if value_heads % key_heads:
@@ -71,12 +72,17 @@ class Qwen3NextFamily(ModelFamily):
     def read_mlp(self, config: ModelConfig, layer: int) -> MlpSpec | MoeSpec:
         if not is_sparse(config, layer):
             return MlpSpec(config.read_integer("intermediate_size", 5632))
-        experts = read_experts(config, ("num_experts", "num_local_experts"), 512)
-        router = RouterSpec(
-            experts,
-            read_experts_per_token(config, 10, experts),
-            normalizes=config.read_flag("norm_topk_prob", True),
+        return self.read_experts(
+            config, experts=512, chosen=10, normalizes=config.read_flag("norm_topk_prob", True)
         )
+
+    def read_experts(
+        self, config: ModelConfig, *, experts: int, chosen: int, normalizes: bool = True
+    ) -> MoeSpec:
+        """Args: `experts`, `chosen`: defaults of the class."""
+        experts = read_experts(config, ("num_experts", "num_local_experts"), experts)
+        chosen = read_experts_per_token(config, chosen, experts)
+        router = RouterSpec(experts, chosen, normalizes=normalizes)
         size_field = "shared_expert_intermediate_size"
         shared = MlpSpec(
             config.read_integer(size_field, 512),

@@ -1,7 +1,8 @@
 """Delta nets of a layer: their sizes and their tensors. No torch here.
 
 All queries come first, then all keys and values, so that the convolution reads one run of channels.
-Files of Qwen3-Next have the rows of a projection grouped by key head instead.
+Files of Qwen3-Next have the rows of a projection grouped by key head instead, those of Qwen3.5 have
+a tensor for each gate.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ class DeltaBlockSpec:
     delta: DeltaSpec
     norm: NormSpec
     """Of each head's result."""
+    is_grouped: bool = True
+    """Files have the rows of a projection grouped by key head."""
     rope: None = None
     """Nothing turns."""
 
@@ -46,43 +49,52 @@ class DeltaBlockSpec:
         hidden = whole_axis(hidden_size)
         own_keys = shard.slice_of(delta.key_heads)
         own_values = scale_slice(own_keys, self.values_per_key)
-        group_values = self.values_per_key * delta.value_dim
-        yield make_param(
-            "inputs",
-            rows_by_kind(
-                f"{module}in_proj_qkvz.weight",
-                (delta.key_dim, delta.key_dim, group_values, group_values),
-                groups=delta.key_heads,
-                own=own_keys,
-            ),
-            hidden,
-        )
-        yield make_param(
-            "gates",
-            rows_by_kind(
-                f"{module}in_proj_ba.weight",
-                (self.values_per_key, self.values_per_key),
-                groups=delta.key_heads,
-                own=own_keys,
-            ),
-            hidden,
-        )
         queries = scale_slice(own_keys, delta.key_dim)
         keys = slice(queries.start + delta.key_size, queries.stop + delta.key_size)
         values = scale_slice(own_values, delta.value_dim)
         first_value = 2 * delta.key_size
         values_behind = slice(values.start + first_value, values.stop + first_value)
-        conv = f"{module}conv1d.weight"
-        channels = [
-            (conv, TensorAxis(delta.channels, share)) for share in (queries, keys, values_behind)
-        ]
-        yield make_param("conv", channels, whole_axis(1), whole_axis(delta.taps))
+
+        def channels_of(source: str) -> list[tuple[str, TensorAxis]]:
+            return [
+                (f"{module}{source}.weight", TensorAxis(delta.channels, share))
+                for share in (queries, keys, values_behind)
+            ]
+
         heads = TensorAxis(delta.value_heads, own_values)
+        columns = TensorAxis(delta.value_size, values)
+        if self.is_grouped:
+            inputs, gates = self._grouped_rows(module, own_keys)
+        else:
+            inputs = [*channels_of("in_proj_qkv"), (f"{module}in_proj_z.weight", columns)]
+            gates = [(f"{module}in_proj_{gate}.weight", heads) for gate in "ba"]
+        yield make_param("inputs", inputs, hidden)
+        yield make_param("gates", gates, hidden)
+        yield make_param("conv", channels_of("conv1d"), whole_axis(1), whole_axis(delta.taps))
         yield make_param("rate", {f"{module}A_log": heads}, is_float32=True)
         yield make_param("bias", {f"{module}dt_bias": heads}, is_float32=True)
         yield from self.norm.params("head_norm", f"{module}norm", whole_axis(delta.value_dim))
-        columns = TensorAxis(delta.value_size, values)
         yield make_param("out", {f"{module}out_proj.weight": hidden}, columns)
+
+    def _grouped_rows(
+        self, module: str, own_keys: slice
+    ) -> tuple[list[tuple[str, TensorAxis]], list[tuple[str, TensorAxis]]]:
+        """Rows of `inputs` and of `gates`."""
+        group_values = self.values_per_key * self.delta.value_dim
+        sizes = {
+            "qkvz": (self.delta.key_dim, self.delta.key_dim, group_values, group_values),
+            "ba": (self.values_per_key, self.values_per_key),
+        }
+        inputs, gates = (
+            rows_by_kind(
+                f"{module}in_proj_{name}.weight",
+                kinds,
+                groups=self.delta.key_heads,
+                own=own_keys,
+            )
+            for name, kinds in sizes.items()
+        )
+        return inputs, gates
 
     def num_parameters(self, hidden_size: int) -> int:
         """Weights that are multiplied, norms and gates of heads left out."""

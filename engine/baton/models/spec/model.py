@@ -214,8 +214,8 @@ _DRAFT_PREFIX = "mtp."
 
 
 _OTHER_PARTS = (
-    "mm_projector.", "model.mm_projector.", "model.multi_modal_projector.", "model.vision_", "model.visual.", "multi_modal_projector.",
-    "vision_", "visual.",
+    "mm_projector.", "model.mm_projector.", "model.multi_modal_projector.", "model.vision_", "model.visual.",
+    "multi_modal_projector.", "vision_", "visual.",
 )  # fmt: skip
 """Of tensors that belong to images, in checkpoints of several parts."""
 
