@@ -13,7 +13,7 @@ from torch import Tensor
 
 from baton.layers import ops
 from baton.layers.ops_cuda import FlashInferOps, find_obstacle, try_out
-from tests.support.kernels import expert_cases, head_cases
+from tests.support.kernels import coded_cases, expert_cases, head_cases
 from tests.support.models import shapes
 from tests.support.models.whole_model import load_model
 
@@ -92,6 +92,28 @@ def test_heads_are_normed_rotated_and_stored() -> None:
 def test_experts_are_the_sums_of_plain_torch() -> None:
     for seed, shape in enumerate(expert_cases.shapes(60)):
         expert_cases.check(shape, seed, CUDA)
+
+
+def test_products_with_quantized_matrices_are_those_of_their_numbers() -> None:
+    for seed, shape in enumerate(coded_cases.shapes(120)):
+        coded_cases.check(shape, seed, CUDA)
+        wide = replace(shape, tokens=130, outputs=520, inputs=1030, offset=0)
+        coded_cases.check(wide, seed, CUDA)
+
+
+def test_quantized_product_in_a_graph() -> None:
+    case = coded_cases.make_case(
+        "fp8",
+        256,
+        torch.arange(512) // 128,
+        has_zeros=False,
+        generator=torch.Generator().manual_seed(1),
+    )
+    matrix = case.move("fp8", torch.bfloat16, CUDA)
+    x = noise(4, 512, dtype=torch.bfloat16)
+    recorded = record(lambda: matrix.multiply(x))
+    x.copy_(noise(4, 512, dtype=torch.bfloat16, seed=9))
+    assert recorded().equal(matrix.multiply(x)), "with other inputs than those it was recorded with"
 
 
 @pytest.mark.parametrize("inner", [256, 3072, 14336])

@@ -17,7 +17,8 @@ from baton.models.spec_reader import read_spec
 from baton.runtime import build as runtime
 from tests.support.engines.engine_run import answer, greedy, make_engine
 from tests.support.models import shapes
-from tests.support.models.checkpoints import make_checkpoint
+from tests.support.models.checkpoints import VOCAB, make_checkpoint
+from tests.support.models.quantized_checkpoints import quantize
 from tests.support.models.whole_model import held_tensors
 from tests.support.probes import RunnerProbe
 from tests.support.processes.cluster import Cluster
@@ -88,6 +89,24 @@ def test_two_engines_start_on_one_device(tmp_path: Path) -> None:
     with Cluster.up("--workers", "2", *flags, start_secs=500.0) as cluster:
         first = [cluster.generate_ids(list(range(3, 90)), 8) for _ in range(4)]
         assert first == first[:1] * 4, "both answer, and alike"
+
+
+@pytest.mark.parametrize(
+    ("variant", "name"), [("llama", "fp8-block"), ("llama", "awq"), ("qwen3-moe", "fp8-block")]
+)
+def test_quantized_checkpoint_stays_so_and_answers_as_on_the_cpu(
+    tmp_path: Path, variant: str, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, _ = quantize(make_checkpoint(variant, tmp_path / "m"), name, tmp_path)
+    prompts = [[(11 * i + 37 * n) % VOCAB for i in range(n)] for n in range(1, 33)]
+    flags = {"attention_backend": "torch", "dtype": "float32"}
+    cpu = make_engine(path, **flags)
+    with caplog.at_level(logging.INFO):
+        gpu = make_engine(path, device="cuda", **flags)
+    assert "matrices stay quantized" in caplog.text
+    assert answer(gpu, prompts, greedy(4)) == answer(cpu, prompts, greedy(4))
+    for engine in (cpu, gpu):
+        engine.close()
 
 
 @pytest.mark.parametrize("backend", [FlashInferAttention, TorchAttention])

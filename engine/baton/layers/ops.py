@@ -12,10 +12,11 @@ contiguous.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from baton.layers import kernels as triton_kernels
 from baton.layers.spec import PLAIN_EXPERTS, ExpertForm
 
 if TYPE_CHECKING:
+    from baton.layers.kernels.coded import CodedMatrix
     from baton.layers.ops_cpu import NativeMatrix, PackedHeads, PackedWeight, QuantizedWeight
     from baton.layers.ops_cuda import FlashInferOps
     from baton.layers.recurrent_state import StateRows
@@ -34,9 +36,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("baton.ops")
 
-Matrix: TypeAlias = "Tensor | NativeMatrix"
-"""A weight [N, K] as `linear` and `embed` take it: a tensor, what `pack_weight` made of one, or
-codes that stay quantized (`quantized_kernel`)."""
+QuantizedMatrix: TypeAlias = "QuantizedWeight | CodedMatrix"
+"""A weight that stays quantized in memory, on the CPU and on a GPU."""
+
+Matrix: TypeAlias = "Tensor | NativeMatrix | CodedMatrix"
+"""A weight [N, K] as `linear` takes it: a tensor, what `pack_weight` made of one, or codes that
+stay quantized (`quantized_kernel`)."""
 
 HeadMatrices: TypeAlias = "Tensor | PackedHeads"
 """Weights [heads, N, K] as `linear_by_head` takes them: a tensor, or what `pack_heads` made of
@@ -80,9 +85,10 @@ def _choose_triton(shapes: KernelShapes, device: torch.device, *, required: bool
 
         _head_kernel = store_heads
         log.info("norm, rotation and store of heads, and the sampler: Triton")
-    elif shapes.experts:
+    elif shapes.experts or shapes.is_quantized:
+        weights = "experts" if shapes.experts else "quantized weights"
         raise ConfigError(
-            f"Triton's kernels cannot run here ({problem}), and experts have no others on a GPU; "
+            f"Triton's kernels cannot run here ({problem}), and {weights} have no others on a GPU; "
             f"{triton_kernels.REMEDY}, or use --device cpu"
         )
     elif required:
@@ -206,19 +212,19 @@ def pack_experts(
     """One kernel for the experts of a layer; None: `pass_experts` computes them.
 
     On the CPU it takes matrices that `pack_weight` has packed, or that stay quantized, and shares
-    their memory. On a GPU it takes plain experts, has copies of them, side by side, and both lists
-    are emptied.
+    their memory. On a GPU it has copies of them, side by side, and both lists are emptied.
 
     Args:
         gate_up: [2 * inner, hidden] of each expert: gate rows, then up rows.
         down: [hidden, inner] of each.
         first_expert: number of the first one.
         gate_up_biases, down_biases: of each expert, in the compute dtype, or none.
+    Raises:
+        ConfigError: experts on a GPU are quantized in different forms.
     """
-    plain_gate_up = [matrix for matrix in gate_up if isinstance(matrix, Tensor)]
-    plain_down = [matrix for matrix in down if isinstance(matrix, Tensor)]
     kernel: ExpertKernel
-    if not plain_gate_up and not plain_down and _native is not None:
+    matrices = gate_up + down
+    if _native is not None and all(isinstance(each, _native.NativeMatrix) for each in matrices):
         kernel = _native.ExpertWeights(
             gate_up,
             down,
@@ -228,28 +234,43 @@ def pack_experts(
             down_biases=down_biases,
         )
         return kernel
-    is_plain = form == PLAIN_EXPERTS and not gate_up_biases and not down_biases
-    if not is_plain or all(matrix.is_cpu for matrix in plain_gate_up):
+    if any(isinstance(each, Tensor) and each.is_cpu for each in matrices):
         return None
+    from baton.layers.kernels.coded import CodedMatrix
     from baton.layers.kernels.experts import StackedExperts
 
+    del matrices
     # One list after the other, so that a copy exists of one at a time.
-    stacked_gate_up = torch.stack(plain_gate_up)
-    plain_gate_up.clear()
+    stacked_gate_up = CodedMatrix.stack(cast("list[Tensor | CodedMatrix]", gate_up))
     gate_up.clear()
-    stacked_down = torch.stack(plain_down)
+    stacked_down = CodedMatrix.stack(cast("list[Tensor | CodedMatrix]", down))
     down.clear()
-    kernel = StackedExperts(stacked_gate_up, stacked_down, first_expert)
+    kernel = StackedExperts(
+        stacked_gate_up,
+        stacked_down,
+        first_expert,
+        form=form,
+        gate_up_biases=torch.stack(list(gate_up_biases)) if gate_up_biases else None,
+        down_biases=torch.stack(list(down_biases)) if down_biases else None,
+    )
     return kernel
 
 
-def quantized_kernel(dtype: torch.dtype, device: torch.device) -> type[QuantizedWeight] | None:
-    """The class of weights that stay quantized in memory, for products in `dtype`; None: there is
-    no kernel, and they must be dequantized."""
-    if _native is None or device.type != "cpu" or dtype not in _NATIVE_DTYPES:
+def quantized_kernel(
+    dtype: torch.dtype, device: torch.device
+) -> Callable[..., QuantizedMatrix | None] | None:
+    """A function that makes weights which stay quantized in memory, for products in `dtype`, and
+    returns None for an order of groups that it does not take.
+
+    None: there is no kernel, and weights must be dequantized.
+    """
+    if device.type != "cpu":
+        from baton.layers.kernels.coded import CodedMatrix
+
+        return functools.partial(CodedMatrix.make, dtype=dtype, device=device)
+    if _native is None or dtype not in _NATIVE_DTYPES:
         return None
-    kernel: type[QuantizedWeight] = _native.QuantizedWeight
-    return kernel
+    return functools.partial(_native.QuantizedWeight, dtype=dtype)
 
 
 def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
@@ -317,7 +338,10 @@ def pass_experts(
 
 def embed_tokens(weight: Matrix, ids: Tensor) -> Tensor:
     """Rows ids (int64 [T]) of weight [N, K]: a new [T, K]."""
-    return weight[ids] if isinstance(weight, Tensor) else weight.gather_rows(ids)
+    if isinstance(weight, Tensor):
+        return weight[ids]
+    # An embedding is never quantized, and only the CPU packs it.
+    return cast("NativeMatrix", weight).gather_rows(ids)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -206,3 +206,5 @@ class KernelShapes:
     heads: AttentionSpec
     experts: tuple[ExpertShapes, ...] = ()
     """Those of all layers, each once."""
+    is_quantized: bool = False
+    """Whether matrices stay quantized."""

@@ -72,8 +72,7 @@ def check_checkpoint(config: EngineConfig, path: Path, nodes: int = 1) -> None:
     share_of(spec, Shard(0, config.tp_size, divides_experts=config.ep_size > 1))
     weights = weight_bytes(spec)
     if config.load_format != "dummy":
-        stored = check_files(spec, path)
-        weights = stored.memory(spec)
+        weights = check_files(spec, path).memory(spec)
     if config.device == "cpu":
         states = sum(state.state_bytes(spec.dtype) for state in spec.states.values())
         token_bytes = spec.kv_spec(config.page_size).token_bytes
@@ -186,9 +185,9 @@ class StoredWeights:
             self.sources[part.source].form is not None for part in param.parts
         )
 
-    def memory(self, spec: ModelSpec) -> int:
-        """Size of the weights on the CPU, whose kernels multiply quantized matrices as they are."""
-        has_kernels = spec.dtype != "float16"
+    def memory(self, spec: ModelSpec, *, on_cpu: bool = True) -> int:
+        """Size of the weights, where kernels multiply quantized matrices as they are."""
+        has_kernels = spec.dtype != "float16" or not on_cpu
         total = 0
         for _, param in self.params:
             if has_kernels and self.can_stay_quantized(param):

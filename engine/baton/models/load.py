@@ -21,7 +21,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from torch import Tensor
 from baton.errors import ConfigError
 from baton.layers import ops
 from baton.layers.collectives import ALONE, Collectives
-from baton.layers.ops import TORCH_DTYPES
+from baton.layers.ops import TORCH_DTYPES, QuantizedMatrix
 from baton.layers.shard import WHOLE, Shard
 from baton.models.checkpoint import GIB, StoredWeights, check_files
 from baton.models.decoder import Decoder, DecoderLayer, DecoderWeights
@@ -38,9 +38,6 @@ from baton.models.quantized.readers import MatrixShare, OpenCheckpoint, read_gro
 from baton.models.quantized.stored import StoredSource
 from baton.models.spec.model import OUTSIDE, ModelSpec, PlacedParam, plan_weights, share_of
 from baton.models.spec.tensors import Param, Part
-
-if TYPE_CHECKING:
-    from baton.layers.ops_cpu import QuantizedWeight
 
 log = logging.getLogger("baton.load")
 
@@ -194,7 +191,7 @@ def _from_files(
         for layer, param in stored.params:
             matrix = None
             if kernel is not None and stored.can_stay_quantized(param):
-                matrix = _keep_quantized(kernel, files, stored, param, TORCH_DTYPES[spec.dtype])
+                matrix = _keep_quantized(kernel, files, stored, param)
             if matrix is None:
                 make_place(layer, param)
                 continue
@@ -219,13 +216,12 @@ def _from_files(
 
 
 def _keep_quantized(
-    kernel: type[QuantizedWeight],
+    kernel: Callable[..., QuantizedMatrix | None],
     files: OpenCheckpoint,
     stored: StoredWeights,
     param: Param,
-    dtype: torch.dtype,
-) -> QuantizedWeight | None:
-    """The matrix as its kernel takes it; None where its parts are stored in different ways."""
+) -> QuantizedMatrix | None:
+    """The matrix as its kernel takes it; None where it does not take it (`keep_quantized`)."""
     sources = [stored.sources[part.source] for part in param.parts]
     parts = [
         read_grouped(files, source, MatrixShare.of(part.share, is_transposed=part.is_transposed))
@@ -235,7 +231,7 @@ def _keep_quantized(
     for source, matrix in zip(sources, parts, strict=True):
         with _refuse_damaged(source):
             check_numbers(matrix)
-    return keep_quantized(kernel, parts, bits, dtype)
+    return keep_quantized(kernel, parts, bits)
 
 
 @contextlib.contextmanager
@@ -269,6 +265,12 @@ def _log_quantization(
             f"{kept} matrices stay quantized, and kernels multiply their codes by activations in "
             f"{spec.dtype}"
         )
+        others = sum(stored.can_stay_quantized(param) for _, param in stored.params) - kept
+        if others:
+            reason += (
+                f"; {others} are dequantized at load, because their parts have different forms, or "
+                "the kernels need the columns of a group side by side"
+            )
     elif has_kernel:
         reason = f"dequantized to {spec.dtype} at load: no matrix is quantized as a whole"
     else:

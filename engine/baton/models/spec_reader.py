@@ -42,7 +42,6 @@ from baton.models.quantized.scheme import QuantizationScheme
 from baton.models.spec.delta_net import DeltaBlockSpec
 from baton.models.spec.mla import MlaBlockSpec
 from baton.models.spec.model import LayerSpec, ModelSpec
-from baton.models.spec.moe import MoeSpec
 from baton.models.spec.norm import NormSpec
 from baton.models.weight_files import (
     find_tensor,
@@ -96,7 +95,7 @@ def read_spec(
 
     scheme = read_quantization(config, root)
     if quantization is not None:
-        _check_quantization(quantization, scheme, load_format, on_cpu=on_cpu)
+        _check_quantization(quantization, scheme, load_format)
     layers = family.read_layers(config)
     if not on_cpu:
         _refuse_gpu(config, architecture, layers)
@@ -159,9 +158,6 @@ def _refuse_gpu(config: ModelConfig, architecture: str, layers: tuple[LayerSpec,
         config.refuse("architectures", [architecture], "attention sinks need --device cpu")
     if any(each.chunk for each in kinds):
         config.refuse("architectures", [architecture], "chunked attention needs --device cpu")
-    mlps = [layer.mlp for layer in layers]
-    if any(isinstance(mlp, MoeSpec) and not mlp.is_plain for mlp in mlps):
-        config.refuse("architectures", [architecture], "its experts need --device cpu")
     ropes = [layer.attention.rope for layer in layers]
     if any(rope is not None and rope.partial != 1.0 for rope in ropes):
         config.refuse("partial_rotary_factor", "below 1", "partial rotation needs --device cpu")
@@ -200,7 +196,7 @@ def _rotate_for_context(
 
 
 def _check_quantization(
-    quantization: str, scheme: QuantizationScheme | None, load_format: str, *, on_cpu: bool
+    quantization: str, scheme: QuantizationScheme | None, load_format: str
 ) -> None:
     """Raise ConfigError where plain matrices cannot be quantized at load."""
     flag = f"--quantization {quantization}"
@@ -211,11 +207,6 @@ def _check_quantization(
         )
     if load_format == "dummy":
         raise ConfigError(f"{flag}: --load-format dummy has no weights to quantize; leave one out")
-    if not on_cpu:
-        raise ConfigError(
-            f"{flag}: there are no kernels for such weights on a GPU; use --device cpu, or a "
-            "quantized checkpoint"
-        )
 
 
 def find_architecture(config: ModelConfig) -> str | None:

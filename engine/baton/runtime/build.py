@@ -29,6 +29,7 @@ from baton.models.checkpoint import (
     NO_DRAFT_MODEL,
     DraftModelSizes,
     check_draft_vocabulary,
+    check_files,
     read_draft_spec,
 )
 from baton.models.decoder import Decoder
@@ -312,7 +313,11 @@ def _load_native(
         group = init_group(shard, compute, place.meeting_point, config.dist_timeout)
     memory = None if compute.type == "cpu" else DeviceMemory(compute)
     if memory is not None:
-        check_weights(weight_bytes(whole_spec, shard), memory)
+        needed = weight_bytes(whole_spec, shard)
+        if config.load_format != "dummy":
+            stored = check_files(whole_spec, Path(model_dir), shard)
+            needed = stored.memory(whole_spec, on_cpu=False)
+        check_weights(needed, memory)
     model = _load_share(config, model_dir, whole_spec, shard, group, compute, on_progress)
     if memory is not None:
         shapes = model.spec.kernel_shapes

@@ -1,5 +1,6 @@
-"""A model with experts as on a GPU, on CPU tensors: its experts are Triton's kernels, run by the
-interpreter, in recorded decode steps. Started by tests/unit/layers/kernels/test_experts.py.
+"""A model as on a GPU, on CPU tensors: its experts and its quantized matrices are Triton's kernels,
+run by the interpreter, in recorded decode steps. Started by tests/unit/layers/kernels/test_experts.py
+with the variant of a checkpoint, its quantization or "plain", and a folder.
 
 The interpreter is chosen when Triton is imported (TRITON_INTERPRET=1), so this is a process of its
 own.
@@ -7,7 +8,9 @@ own.
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,36 +18,63 @@ import torch
 from torch import Tensor
 
 from baton.layers import ops
+from baton.layers.kernels.coded import CodedMatrix
 from baton.layers.kernels.experts import StackedExperts
+from baton.layers.spec import ExpertForm
 from baton.runtime.engine_loop import EngineLoop
 from tests.support.devices import fake_flashinfer
 from tests.support.devices.device_engine import Device
 from tests.support.engines.engine_run import answer, greedy, make_engine
+from tests.support.kernels.interpreted import prepare_interpreter
 from tests.support.models.checkpoints import make_checkpoint
+from tests.support.models.quantized_checkpoints import quantize
 
 PROMPTS = [[5, 9, 30, 2, 17], [8], [3, 3, 41, 60, 12, 7, 7, 19]]
 TOKENS = 6
 
 
-class RecordedExperts(StackedExperts):
-    """Launches that the recorder of CPU tensors knows."""
+def record(y: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+    """Make a launch that the recorder of CPU tensors knows: it writes to y."""
 
-    def pass_tokens(self, x: Tensor, experts: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-        y = torch.empty_like(x)
+    def launch() -> None:
+        y.copy_(compute())
 
-        def launch() -> None:
-            y.copy_(StackedExperts.pass_tokens(self, x, experts, weights, counts))
-
-        if fake_flashinfer.record_kernel is None:
-            launch()
-        else:
-            fake_flashinfer.record_kernel(launch)
-        return y
+    if fake_flashinfer.record_kernel is None:
+        launch()
+    else:
+        fake_flashinfer.record_kernel(launch)
+    return y
 
 
-def stack(gate_up: list[Tensor], down: list[Tensor], first_expert: int) -> RecordedExperts:
-    """In place of `ops.pack_experts`."""
-    return RecordedExperts(torch.stack(gate_up), torch.stack(down), first_expert)
+def record_launches(patch: pytest.MonkeyPatch) -> None:
+    pass_tokens = StackedExperts.pass_tokens
+    multiply = CodedMatrix.multiply
+
+    def pass_recorded(self: StackedExperts, x: Tensor, *routing: Tensor) -> Tensor:
+        return record(torch.empty_like(x), lambda: pass_tokens(self, x, *routing))
+
+    def multiply_recorded(self: CodedMatrix, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        y = x.new_empty(len(x), self.shape[0])
+        return record(y, lambda: multiply(self, x, bias))
+
+    patch.setattr(StackedExperts, "pass_tokens", pass_recorded)
+    patch.setattr(CodedMatrix, "multiply", multiply_recorded)
+
+
+def stack(
+    gate_up: list[Tensor],
+    down: list[Tensor],
+    first_expert: int,
+    *,
+    form: ExpertForm,
+    gate_up_biases: list[Tensor],
+    down_biases: list[Tensor],
+) -> StackedExperts:
+    """In place of `ops.pack_experts`, for experts in host memory."""
+    assert not gate_up_biases
+    assert not down_biases
+    stacked = (CodedMatrix.stack(gate_up), CodedMatrix.stack(down))
+    return StackedExperts(*stacked, first_expert, form=form)
 
 
 def count_choices(engine: EngineLoop) -> list[list[int]]:
@@ -53,14 +83,23 @@ def count_choices(engine: EngineLoop) -> list[list[int]]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    path = make_checkpoint(sys.argv[1], Path(sys.argv[2]) / "m")
+    prepare_interpreter()
+    variant, quantization, folder = sys.argv[1:]
+    plain_path = path = make_checkpoint(variant, Path(folder) / "m")
+    if quantization != "plain":
+        path, plain_path = quantize(path, quantization, Path(folder))
     flags: dict[str, object] = {"attention_backend": "torch", "disable_radix_cache": True}
     with pytest.MonkeyPatch.context() as patch:
         device = Device(patch)
-        patch.setattr(ops, "_native", None)
-        plain = make_engine(path, **flags)
+        plain = make_engine(plain_path, **flags)
         want = answer(plain, PROMPTS, greedy(TOKENS))
+        record_launches(patch)
         patch.setattr(ops, "pack_experts", stack)
+        patch.setattr(
+            ops,
+            "quantized_kernel",
+            lambda dtype, device: functools.partial(CodedMatrix.make, dtype=dtype, device=device),
+        )
         # Three rows are padded to a recording of four, whose dummy page is NaN.
         engine = device.recorded(path, 4, poison=True, disable_radix_cache=True)
         before = count_choices(engine)
@@ -72,7 +111,13 @@ def main() -> None:
             for pair in zip(count_choices(engine), before, strict=True)
         ]
         assert chosen == count_choices(plain), "rows of padding chose experts"
-        print(f"{sum(map(sum, chosen))} choices")
+        quantized = [
+            matrix
+            for layer in engine.runner._model.weights.layers
+            for matrix in (layer.attention.qkv, layer.attention.o)
+            if isinstance(matrix, CodedMatrix)
+        ]
+        print(f"{sum(map(sum, chosen))} choices, {len(quantized)} matrices of heads are codes")
 
 
 if __name__ == "__main__":

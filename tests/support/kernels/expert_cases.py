@@ -9,21 +9,20 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
-import triton.language as tl
 from torch import Tensor
-from triton.runtime import interpreter
 
 from baton.layers import ops
 from baton.layers.kernels import experts as kernels
+from baton.layers.kernels.coded import CodedMatrix, CodeType
 from baton.layers.kernels.experts import StackedExperts
-from tests.support.kernels.head_cases import converted
+from baton.layers.spec import PLAIN_EXPERTS, ClampedSilu, ExpertForm
+from tests.support import effort
+from tests.support.kernels.coded_cases import make_case
+from tests.support.kernels.interpreted import prepare_interpreter
 
 CPU = torch.device("cpu")
-create_dot = interpreter.InterpreterBuilder.create_dot
 
 
 @dataclass(frozen=True)
@@ -37,6 +36,10 @@ class ExpertShape:
     dtype: str
     padding: int
     """Rows behind the tokens that choose no expert."""
+    code_type: CodeType | None = None
+    """None: plain numbers."""
+    form: ExpertForm = PLAIN_EXPERTS
+    has_biases: bool = False
 
 
 def shapes(count: int) -> list[ExpertShape]:
@@ -61,7 +64,40 @@ def shapes(count: int) -> list[ExpertShape]:
     # Several tiles of an expert, of both sizes, and more choices than a program compares at once.
     made.append(ExpertShape(80, 2, 2, (1, 2), 32, 16, "float32", 5))
     made.append(ExpertShape(60, 1, 8, (0, 8), 32, 16, "bfloat16", 0))
+    # gpt-oss, DeepSeek-V3, Llama 4, and integers.
+    clamped = ExpertForm(ClampedSilu(1.702, 1.5))
+    made += [
+        ExpertShape(9, 2, 4, (0, 4), 64, 40, "bfloat16", 1, "fp4", clamped, has_biases=True),
+        ExpertShape(3, 3, 5, (2, 5), 80, 32, "float32", 0, "fp8"),
+        ExpertShape(5, 1, 4, (0, 4), 32, 16, "float16", 2, None, ExpertForm(weighs_inputs=True)),
+        ExpertShape(4, 2, 4, (0, 4), 48, 32, "float32", 0, "int4"),
+    ]
     return made
+
+
+def make_matrices(
+    shape: ExpertShape, outputs: int, inputs: int, device: torch.device, generator: torch.Generator
+) -> tuple[CodedMatrix, Tensor]:
+    """Matrices of the held experts as the kernel has them, and their numbers."""
+    first, end = shape.held
+    dtype = getattr(torch, shape.dtype)
+    if shape.code_type is None:
+        size = (end - first, outputs, inputs)
+        numbers = (torch.randn(size, generator=generator) / inputs**0.5).to(device, dtype)
+        return CodedMatrix.stack(list(numbers)), numbers
+    groups = torch.arange(inputs) // 32
+    cases = [
+        make_case(
+            shape.code_type,
+            outputs,
+            groups,
+            has_zeros=shape.code_type == "int4",
+            generator=generator,
+        )
+        for _ in range(first, end)
+    ]
+    stacked = CodedMatrix.stack([case.move(shape.code_type, dtype, device) for case in cases])
+    return stacked, torch.stack([case.dense for case in cases]).to(device)
 
 
 def check(shape: ExpertShape, seed: int, device: torch.device = CPU) -> None:
@@ -75,8 +111,12 @@ def check(shape: ExpertShape, seed: int, device: torch.device = CPU) -> None:
     rows = shape.tokens + shape.padding
     # Rows lie apart, as those of a slice do.
     x = noise(rows, shape.hidden + 8)[:, : shape.hidden]
-    gate_up = noise(end - first, 2 * shape.inner, shape.hidden) / shape.hidden**0.5
-    down = noise(end - first, shape.hidden, shape.inner) / shape.inner**0.5
+    stacked_gate_up, gate_up = make_matrices(
+        shape, 2 * shape.inner, shape.hidden, device, generator
+    )
+    stacked_down, down = make_matrices(shape, shape.hidden, shape.inner, device, generator)
+    gate_up_biases = noise(end - first, 2 * shape.inner) if shape.has_biases else None
+    down_biases = noise(end - first, shape.hidden) if shape.has_biases else None
     scores = torch.rand(rows, shape.num_experts, generator=generator)
     experts = scores.argsort(dim=-1)[:, : shape.slots].contiguous().to(device)
     weights = torch.rand(rows, shape.slots, generator=generator).to(device)
@@ -85,15 +125,39 @@ def check(shape: ExpertShape, seed: int, device: torch.device = CPU) -> None:
     experts[shape.tokens :] = ops.NO_EXPERT
     counts = torch.full((shape.num_experts,), 7, dtype=torch.int64, device=device)
 
-    kernel = StackedExperts(gate_up, down, first)
+    kernel = StackedExperts(
+        stacked_gate_up,
+        stacked_down,
+        first,
+        form=shape.form,
+        gate_up_biases=gate_up_biases,
+        down_biases=down_biases,
+    )
     got = kernel.pass_tokens(x, experts, weights, counts)
     live = slice(shape.tokens)
 
+    def multiply(rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+        wide_bias = None if bias is None else bias.float()
+        return ops.linear(rows.float(), matrix.float(), wide_bias).to(dtype)
+
     def pass_expert(place: int, rows: Tensor) -> Tensor:
-        return ops.linear(ops.silu_mul(ops.linear(rows, gate_up[place])), down[place])
+        of_gate_up = None if gate_up_biases is None else gate_up_biases[place]
+        of_down = None if down_biases is None else down_biases[place]
+        both = multiply(rows, gate_up[place], of_gate_up)
+        clamped = shape.form.clamped
+        if clamped is None:
+            inner = ops.silu_mul(both)
+        else:
+            inner = ops.clamped_silu_mul(both, clamped.gain, clamped.limit)
+        return multiply(inner, down[place], of_down)
 
     want = ops.pass_experts(
-        x[live], experts[live], weights[live], held=range(*shape.held), pass_expert=pass_expert
+        x[live],
+        experts[live],
+        weights[live],
+        held=range(*shape.held),
+        pass_expert=pass_expert,
+        weighs_inputs=shape.form.weighs_inputs,
     )
     tolerance = {"float32": 2e-5, "float16": 2**-8, "bfloat16": 2**-5}[shape.dtype]
     torch.testing.assert_close(got[live], want, rtol=tolerance, atol=tolerance, msg=str(shape))
@@ -103,25 +167,13 @@ def check(shape: ExpertShape, seed: int, device: torch.device = CPU) -> None:
     assert torch.equal(counts - 7, chosen), f"counts of {shape}"
 
 
-def multiply(builder: Any, left: Any, right: Any, *others: Any) -> Any:
-    """Triton 3.9's interpreter multiplies the bits of bfloat16 numbers as integers."""
-    if left.dtype == tl.bfloat16:
-        left, right = (
-            interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
-            for x in (left, right)
-        )
-    return create_dot(builder, left, right, *others)
-
-
 def main() -> None:
     torch.set_num_threads(1)
-    ops._native = None  # the definition, not the CPU's kernels
-    interpreter._convert_float = converted
-    interpreter.InterpreterBuilder.create_dot = multiply
+    prepare_interpreter()
     # Smaller than on a GPU, so that small cases have several of them.
     kernels.COLUMNS = 32
     kernels.SCAN = 64
-    made = shapes(6)
+    made = shapes(6 if effort.EVERY else 3)  # 3: each type
     for seed, shape in enumerate(made):
         check(shape, seed)
     print(f"{len(made)} shapes")

@@ -8,26 +8,22 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
-import triton.language as tl
 from torch import Tensor
-from triton.runtime import interpreter
 
 from baton.layers import ops
 from baton.layers.kernels.heads import store_heads
 from baton.layers.kv_pool import KvTensors, make_pool
 from baton.layers.kv_spec import KVSpec, describe_heads
 from tests.support import effort
+from tests.support.kernels.interpreted import prepare_interpreter
 
 EPS = 1e-6
 CPU = torch.device("cpu")
 LAYERS = 3
 POSITIONS = 40
 PAGES = 5
-convert_float = interpreter._convert_float
 
 
 @dataclass(frozen=True)
@@ -130,17 +126,9 @@ def check(shape: Shape, seed: int, device: torch.device = CPU) -> None:
     assert heads[:, shape.heads :].equal(unused), "K and V stay where they were"
 
 
-def converted(x: Any, source: Any, target: Any, rounding: Any) -> Any:
-    """Triton 3.9's interpreter cuts bfloat16 off where a GPU rounds to the nearest."""
-    if source == tl.float32 and target == tl.bfloat16:
-        return torch.from_numpy(np.array(x)).bfloat16().view(torch.uint16).numpy()
-    return convert_float(x, source, target, rounding)
-
-
 def main() -> None:
     torch.set_num_threads(1)
-    ops._native = None  # the definition, not the CPU's kernels
-    interpreter._convert_float = converted
+    prepare_interpreter()
     made = shapes(30 if effort.EVERY else 15)  # 15: each size of a head with each type
     for seed, shape in enumerate(made):
         check(shape, seed)

@@ -53,7 +53,7 @@ class ModelFlags:
     )
     quantization: str | None = opt(
         None,
-        "int8 or int4: quantize the plain matrices of a checkpoint's layers at load, on the CPU; "
+        "int8 or int4: quantize the plain matrices of a checkpoint's layers at load; "
         "answers differ from the checkpoint's (docs/checkpoints.md). A quantized checkpoint needs "
         "no flag",
         choices=("int8", "int4"),

@@ -1,5 +1,5 @@
 """Kernels of our own, in Triton, which comes with torch's CUDA builds: `draw` and `masks` for the
-sampler, `heads` and `experts` for a layer.
+sampler, `heads`, `experts` and `coded` for a layer.
 
 Triton compiles a kernel at its first launch, and the launcher with a C compiler: `find_obstacle`
 does both at start.
@@ -7,7 +7,7 @@ does both at start.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import torch
 
@@ -41,6 +41,7 @@ def find_obstacle(shapes: KernelShapes, device: torch.device) -> str | None:
 
 
 def _try_out(shapes: KernelShapes, device: torch.device) -> None:
+    from baton.layers.kernels.coded import CodedMatrix, CodeType
     from baton.layers.kernels.draw import draw_rows
     from baton.layers.kernels.draw_columns import DrawColumns
     from baton.layers.kernels.experts import MANY_ROWS, StackedExperts
@@ -73,15 +74,29 @@ def _try_out(shapes: KernelShapes, device: torch.device) -> None:
         )
     for mixture in shapes.experts:
         gate_up = torch.zeros(
-            1, 2 * mixture.inner_size, shapes.hidden_size, dtype=dtype, device=device
+            2 * mixture.inner_size, shapes.hidden_size, dtype=dtype, device=device
         )
-        down = torch.zeros(1, shapes.hidden_size, mixture.inner_size, dtype=dtype, device=device)
-        one = StackedExperts(gate_up, down, first_expert=0)
+        down = torch.zeros(shapes.hidden_size, mixture.inner_size, dtype=dtype, device=device)
+        one = StackedExperts(CodedMatrix.stack([gate_up]), CodedMatrix.stack([down]), 0)
         # Small tiles, and large ones.
         for tokens in (1, MANY_ROWS):
             x = torch.zeros(tokens, shapes.hidden_size, dtype=dtype, device=device)
             places = (tokens, mixture.experts_per_token)
             chosen = torch.zeros(places, dtype=torch.int64, device=device)
             one.pass_tokens(x, chosen, torch.zeros(places, device=device), integers[:1])
+    if shapes.is_quantized:
+        x = torch.zeros(1, shapes.hidden_size, dtype=dtype, device=device)
+        for code_type in get_args(CodeType):
+            matrix = CodedMatrix.make(
+                code_type,
+                torch.zeros(1, shapes.hidden_size, dtype=torch.uint8),
+                scales=torch.ones(1, 1),
+                zeros=0.0,
+                column_group=torch.zeros(shapes.hidden_size, dtype=torch.int32),
+                dtype=dtype,
+                device=device,
+            )
+            assert matrix is not None, "one group is in order"
+            matrix.multiply(x)
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # raises the error of a failed launch

@@ -3,7 +3,7 @@
 A choice is a token and one of its slots; a tile is up to ROWS choices of one expert.
 
     group     choices sorted by expert; a list of tiles, each with its expert and its rows
-    gate_up   a tile's rows of x times gate and up of its expert, then silu(gate) * up
+    gate_up   a tile's rows of x times gate and up of its expert, then their activation
     down      a tile's gated rows times down, to the places of its choices
     add       of each token: its results times their weights, in float32, in the order of the slots
 
@@ -11,6 +11,9 @@ Which experts are chosen, and how many tiles there are, is known on the device a
 large as a step of so many tokens may need, and programs behind the last tile end at once. The host
 waits for nothing, so a step can be part of a CUDA graph. A choice of `ops.NO_EXPERT` takes no place in a
 tile and adds nothing: the rows that fill up a recorded step choose so, and read no weights.
+
+The experts' matrices may stay quantized (`kernels.coded`). Where a choice's weight multiplies what
+enters the expert (`ExpertForm`), x has a row for each choice.
 
 Rounding is that of plain torch (`layers.ops.pass_experts`): gate, up, their product and each
 expert's result are rounded to x's type. Tiles stand in the list in the order in which programs came
@@ -25,10 +28,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton.layers.kernels.coded import CodedMatrix, multiply_tile
+from baton.layers.spec import PLAIN_EXPERTS, ExpertForm
+
 COLUMNS = 64
 """Columns of a tile's result."""
-DEPTH = 64
-"""Columns of the reduction that a program loads at a time."""
 FEW_ROWS = 16
 MANY_ROWS = 64
 """Rows of a tile where experts have few rows, and many."""
@@ -42,18 +46,31 @@ WARPS = 4
 class StackedExperts:
     """The experts of a layer that a rank has, in two tensors."""
 
-    __slots__ = ("_first", "down", "gate_up")
+    __slots__ = ("_biases", "_first", "_form", "down", "gate_up")
 
-    def __init__(self, gate_up: Tensor, down: Tensor, first_expert: int) -> None:
+    def __init__(
+        self,
+        gate_up: CodedMatrix,
+        down: CodedMatrix,
+        first_expert: int,
+        *,
+        form: ExpertForm = PLAIN_EXPERTS,
+        gate_up_biases: Tensor | None = None,
+        down_biases: Tensor | None = None,
+    ) -> None:
         """
         Args:
-            gate_up: [experts, 2 * inner, hidden], contiguous: gate rows, then up rows.
-            down: [experts, hidden, inner], contiguous.
+            gate_up: [experts, 2 * inner, hidden]: gate rows, then up rows.
+            down: [experts, hidden, inner].
             first_expert: number of the first one.
+            gate_up_biases: [experts, 2 * inner], contiguous; None: there are none.
+            down_biases: [experts, hidden], contiguous.
         """
         self.gate_up = gate_up
         self.down = down
         self._first = first_expert
+        self._form = form
+        self._biases = (gate_up_biases, down_biases)
 
     def pass_tokens(
         self,
@@ -84,21 +101,30 @@ class StackedExperts:
         gated = torch.empty(choices, inner, dtype=x.dtype, device=x.device)
         results = torch.empty(choices, hidden, dtype=x.dtype, device=x.device)
         y = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
-        # float32 products would else be rounded to 10 bits on a GPU.
-        precision = "ieee" if x.dtype == torch.float32 else "tf32"
+        row_choices = slots
+        if self._form.weighs_inputs:
+            x = (x[:, None] * weights[..., None].to(x.dtype)).flatten(0, 1)
+            weights = torch.ones_like(weights)
+            row_choices = 1
+        clamped = self._form.clamped
+        gate_up_biases, down_biases = self._biases
         _group_choices[(held,)](
             chosen, order, num_tiles, tile_table, tiles, counts, self._first, choices,
             ROWS=rows, SCAN=SCAN, num_warps=WARPS,
         )  # fmt: skip
         _multiply_gate_up[(tiles, triton.cdiv(inner, COLUMNS))](
-            x, x.stride(0), self.gate_up, gated, order, num_tiles, tile_table, tiles,
-            HIDDEN=hidden, INNER=inner, SLOTS=slots, ROWS=rows, COLUMNS=COLUMNS, DEPTH=DEPTH,
-            PRECISION=precision, num_warps=WARPS,
+            x, x.stride(0), x if gate_up_biases is None else gate_up_biases, gated,
+            order, num_tiles, tile_table, tiles, *self.gate_up.kernel_arguments,
+            INNER=inner, ROW_CHOICES=row_choices, HAS_BIAS=gate_up_biases is not None,
+            IS_CLAMPED=clamped is not None, GAIN=1.0 if clamped is None else clamped.gain,
+            LIMIT=0.0 if clamped is None else clamped.limit, ROWS=rows, COLUMNS=COLUMNS,
+            **self.gate_up.kernel_constants, num_warps=WARPS,
         )  # fmt: skip
         _multiply_down[(tiles, triton.cdiv(hidden, COLUMNS))](
-            gated, self.down, results, order, num_tiles, tile_table, tiles,
-            HIDDEN=hidden, INNER=inner, ROWS=rows, COLUMNS=COLUMNS, DEPTH=DEPTH,
-            PRECISION=precision, num_warps=WARPS,
+            gated, x if down_biases is None else down_biases, results,
+            order, num_tiles, tile_table, tiles, *self.down.kernel_arguments,
+            HIDDEN=hidden, INNER=inner, HAS_BIAS=down_biases is not None, ROWS=rows,
+            COLUMNS=COLUMNS, **self.down.kernel_constants, num_warps=WARPS,
         )  # fmt: skip
         _add_results[(tokens, triton.cdiv(hidden, ADD))](
             results, chosen, weights.contiguous(), y, self._first, held,
@@ -146,10 +172,14 @@ def _group_choices(
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _multiply_gate_up(
-    x, x_stride, gate_up, gated, order, num_tiles, tile_table, table_stride,
-    HIDDEN: tl.constexpr, INNER: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+    x, x_stride, biases, gated, order, num_tiles, tile_table, table_stride,
+    codes, scales, zeros, inputs, outputs, groups, group_size, group_bytes, offset,
+    INNER: tl.constexpr, ROW_CHOICES: tl.constexpr, HAS_BIAS: tl.constexpr,
+    IS_CLAMPED: tl.constexpr, GAIN: tl.constexpr, LIMIT: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, CODE: tl.constexpr, PER_BYTE: tl.constexpr, FACTOR: tl.constexpr,
+    HAS_ZEROS: tl.constexpr, ZERO: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Args: `ROW_CHOICES`: choices that share a row of x."""
     tile = tl.program_id(0)
     # Which tiles there are is known on the device alone.
     if tile >= tl.load(num_tiles):
@@ -158,39 +188,44 @@ def _multiply_gate_up(
     first = tl.load(tile_table + table_stride + tile)
     count = tl.load(tile_table + 2 * table_stride + tile)
     row = tl.arange(0, ROWS)
-    is_row = (row < count)[:, None]
-    token = tl.load(order + first + row, mask=row < count, other=0) // SLOTS
+    is_row = row < count
+    x_row = tl.load(order + first + row, mask=is_row, other=0) // ROW_CHOICES
+    x_at = x + x_row.to(tl.int64)[:, None] * x_stride
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    is_column = (column < INNER)[None, :]
-    depth = tl.arange(0, DEPTH)
-    x_at = x + token.to(tl.int64)[:, None] * x_stride
-    weights = gate_up + expert * (2 * INNER * HIDDEN)
-    gate_at = weights + column.to(tl.int64)[None, :] * HIDDEN
-    up_at = gate_at + INNER * HIDDEN
-    gate = tl.zeros((ROWS, COLUMNS), tl.float32)
-    up = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for start in range(0, HIDDEN, DEPTH):
-        k = start + depth
-        is_k = k < HIDDEN
-        left = tl.load(x_at + k[None, :], mask=is_row & is_k[None, :], other=0.0)
-        is_weight = is_k[:, None] & is_column
-        right = tl.load(gate_at + k[:, None], mask=is_weight, other=0.0)
-        gate = tl.dot(left, right, gate, input_precision=PRECISION)
-        right = tl.load(up_at + k[:, None], mask=is_weight, other=0.0)
-        up = tl.dot(left, right, up, input_precision=PRECISION)
+    is_column = column < INNER
+    gate = multiply_tile(
+        x_at, is_row, column, is_column, expert,
+        codes, scales, zeros, inputs, outputs, groups, group_size, group_bytes, offset,
+        ROWS, COLUMNS, CODE, PER_BYTE, FACTOR, HAS_ZEROS, ZERO, DEPTH, PRECISION,
+    )  # fmt: skip
+    up = multiply_tile(
+        x_at, is_row, column + INNER, is_column, expert,
+        codes, scales, zeros, inputs, outputs, groups, group_size, group_bytes, offset,
+        ROWS, COLUMNS, CODE, PER_BYTE, FACTOR, HAS_ZEROS, ZERO, DEPTH, PRECISION,
+    )  # fmt: skip
+    if HAS_BIAS:
+        bias_at = biases + expert * outputs + column
+        gate += tl.load(bias_at, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(bias_at + INNER, mask=is_column, other=0.0).to(tl.float32)[None, :]
     dtype: tl.constexpr = x.dtype.element_ty
     gate = gate.to(dtype).to(tl.float32)
     up = up.to(dtype).to(tl.float32)
-    activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    if IS_CLAMPED:
+        gate = tl.minimum(gate, LIMIT)
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT) + 1.0
+    activated = gate / (1.0 + tl.exp(-GAIN * gate))
     to = gated + (first + row).to(tl.int64)[:, None] * INNER + column[None, :]
-    tl.store(to, (activated * up).to(dtype), mask=is_row & is_column)
+    product = activated.to(dtype).to(tl.float32) * up
+    tl.store(to, product.to(dtype), mask=is_row[:, None] & is_column[None, :])
 
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _multiply_down(
-    gated, down, results, order, num_tiles, tile_table, table_stride,
-    HIDDEN: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+    gated, biases, results, order, num_tiles, tile_table, table_stride,
+    codes, scales, zeros, inputs, outputs, groups, group_size, group_bytes, offset,
+    HIDDEN: tl.constexpr, INNER: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, CODE: tl.constexpr, PER_BYTE: tl.constexpr, FACTOR: tl.constexpr,
+    HAS_ZEROS: tl.constexpr, ZERO: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     if tile >= tl.load(num_tiles):
@@ -199,22 +234,20 @@ def _multiply_down(
     first = tl.load(tile_table + table_stride + tile)
     count = tl.load(tile_table + 2 * table_stride + tile)
     row = tl.arange(0, ROWS)
-    is_row = (row < count)[:, None]
-    choice = tl.load(order + first + row, mask=row < count, other=0)
+    is_row = row < count
+    choice = tl.load(order + first + row, mask=is_row, other=0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    is_column = (column < HIDDEN)[None, :]
-    depth = tl.arange(0, DEPTH)
-    gated_at = gated + (first + row).to(tl.int64)[:, None] * INNER
-    weights_at = down + expert * (HIDDEN * INNER) + column.to(tl.int64)[None, :] * INNER
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for start in range(0, INNER, DEPTH):
-        k = start + depth
-        is_k = k < INNER
-        left = tl.load(gated_at + k[None, :], mask=is_row & is_k[None, :], other=0.0)
-        right = tl.load(weights_at + k[:, None], mask=is_k[:, None] & is_column, other=0.0)
-        total = tl.dot(left, right, total, input_precision=PRECISION)
+    is_column = column < HIDDEN
+    total = multiply_tile(
+        gated + (first + row).to(tl.int64)[:, None] * INNER, is_row, column, is_column, expert,
+        codes, scales, zeros, inputs, outputs, groups, group_size, group_bytes, offset,
+        ROWS, COLUMNS, CODE, PER_BYTE, FACTOR, HAS_ZEROS, ZERO, DEPTH, PRECISION,
+    )  # fmt: skip
+    if HAS_BIAS:
+        bias_at = biases + expert * outputs + column
+        total += tl.load(bias_at, mask=is_column, other=0.0).to(tl.float32)[None, :]
     to = results + choice.to(tl.int64)[:, None] * HIDDEN + column[None, :]
-    tl.store(to, total.to(results.dtype.element_ty), mask=is_row & is_column)
+    tl.store(to, total.to(results.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 
 
 @triton.jit(do_not_specialize=["first_expert", "held"])

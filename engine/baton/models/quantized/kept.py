@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from baton.layers.ops import QuantizedMatrix
 from baton.models.quantized.grouped import GroupedMatrix
 from baton.models.quantized.stored import KEPT_NIBBLE
-
-if TYPE_CHECKING:
-    from baton.layers.ops_cpu import QuantizedWeight
 
 _SIGNED_OFFSET = 128
 """Added to signed codes and to their zeros, which changes no difference."""
@@ -21,12 +20,12 @@ _LARGEST_CODE = 512
 
 
 def keep_quantized(
-    kernel: type[QuantizedWeight], parts: list[GroupedMatrix], bits: int, dtype: torch.dtype
-) -> QuantizedWeight | None:
+    kernel: Callable[..., QuantizedMatrix | None], parts: list[GroupedMatrix], bits: int
+) -> QuantizedMatrix | None:
     """One weight of parts that are stacked along dimension 0; None where they are stored in
-    different ways.
+    different ways, or in one that the kernel does not take.
 
-    Args: `bits`: of the widest code. `dtype`: of the product.
+    Args: `kernel`: `ops.quantized_kernel`. `bits`: of the widest code.
     """
     first = parts[0]
     column_group = first.column_group
@@ -49,7 +48,6 @@ def keep_quantized(
         scales=scales.contiguous(),
         zeros=zeros,
         column_group=(column_group - groups.start).int(),
-        dtype=dtype,
     )
 
 

@@ -155,6 +155,7 @@ class ModelSpec:
             inner_sizes=inner_sizes,
             heads=common_heads(self.attention),
             experts=tuple(dict.fromkeys(mixtures)),
+            is_quantized=self.quantization is not None or self.form_on_load is not None,
         )
 
     @property

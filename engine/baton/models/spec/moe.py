@@ -116,11 +116,6 @@ class MoeSpec:
     """First and end of the experts that this rank has; None: all."""
 
     @property
-    def is_plain(self) -> bool:
-        """Whether the kernel of experts on a GPU takes them."""
-        return not self.has_biases and self.form == PLAIN_EXPERTS
-
-    @property
     def held_experts(self) -> range:
         """Numbers of the experts that this rank has."""
         return range(*(self.held or (0, self.router.num_experts)))

@@ -10,6 +10,7 @@ import torch
 from baton.errors import ConfigError
 from baton.layers import kernels, ops
 from baton.layers.spec import KernelShapes
+from tests.support import effort
 from tests.support.models.checkpoints import make_checkpoint
 from tests.support.models.whole_model import load_model
 from tests.support.processes.prepared_python import PreparedPython
@@ -19,26 +20,42 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from baton.layers.kernels import experts
+from baton.layers.kernels import coded, experts
 
-sizes = {"HIDDEN": 2048, "INNER": 768, "COLUMNS": experts.COLUMNS, "DEPTH": experts.DEPTH, "PRECISION": "tf32"}
-types = dict.fromkeys(("x", "gate_up", "down", "gated", "results", "y"), "*bf16")
+plain = {"CODE": "plain", "PER_BYTE": 1, "FACTOR": 1.0, "HAS_ZEROS": False, "ZERO": 0.0}
+plain |= {"DEPTH": coded.MAX_DEPTH}
+fp8 = plain | {"CODE": "fp8", "FACTOR": coded.FACTORS["fp8"]}
+fp4 = plain | {"CODE": "fp4", "FACTOR": coded.FACTORS["fp4"], "PER_BYTE": 2, "DEPTH": 16}
+sizes = {"INNER": 768, "COLUMNS": experts.COLUMNS, "PRECISION": "tf32"}
+plain_form = {"IS_CLAMPED": False, "GAIN": 1.0, "LIMIT": 0.0}
+clamped = {"IS_CLAMPED": True, "GAIN": 1.702, "LIMIT": 7.0}
+types = dict.fromkeys(("x", "gated", "results", "y", "biases"), "*bf16")
 types |= dict.fromkeys(("experts", "counts"), "*i64")
 types |= dict.fromkeys(("order", "num_tiles", "tile_table"), "*i32")
-types |= {"weights": "*fp32"}
+types |= {"weights": "*fp32", "zeros": "*fp32"}
+codes_of = {"plain": "*bf16", "fp8": "*u8", "fp4": "*u8"}
+scales_of = {"plain": "*bf16", "fp8": "*fp32", "fp4": "*bf16"}
 
 def compile(kernel, **constants):
     names = kernel.arg_names
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    code = constants.get("CODE", "plain")
+    known = types | {"codes": codes_of[code], "scales": scales_of[code]}
+    known |= dict.fromkeys(constants, "constexpr")
+    signature = {name: known.get(name, "i32") for name in names}
     positions = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=positions)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": experts.WARPS})
     print(kernel.__name__, len(made.asm["cubin"]) > 0)
 
 compile(experts._group_choices, ROWS=16, SCAN=experts.SCAN)
-for rows in (experts.FEW_ROWS, experts.MANY_ROWS):
-    compile(experts._multiply_gate_up, **sizes, SLOTS=8, ROWS=rows)
-    compile(experts._multiply_down, **sizes, ROWS=rows)
+for rows, codes, form in (
+    (experts.FEW_ROWS, plain, plain_form),
+    (experts.MANY_ROWS, fp8, plain_form),
+    (experts.FEW_ROWS, fp4, clamped),
+):
+    shared = sizes | codes | {"ROWS": rows, "HAS_BIAS": form is clamped}
+    compile(experts._multiply_gate_up, **shared, **form, ROW_CHOICES=8)
+    compile(experts._multiply_down, **shared, HIDDEN=2048)
 compile(experts._add_results, HIDDEN=2048, SLOTS=8, COLUMNS=experts.ADD)
 """
 
@@ -46,24 +63,25 @@ compile(experts._add_results, HIDDEN=2048, SLOTS=8, COLUMNS=experts.ADD)
 @needs_triton
 def test_experts_are_the_sums_of_plain_torch(triton_interpreter: PreparedPython) -> None:
     module = "tests.support.kernels.expert_cases"
-    assert "8 shapes" in triton_interpreter.output("-m", module)
+    assert f"{12 if effort.EVERY else 9} shapes" in triton_interpreter.output("-m", module)
 
 
 @needs_triton
 def test_machine_code_is_made_without_a_gpu(torch_process: PreparedPython) -> None:
     found = torch_process.output("-c", COMPILE).splitlines()
     products = ["_multiply_gate_up True", "_multiply_down True"]
-    assert found == ["_group_choices True", *products, *products, "_add_results True"]
+    assert found == ["_group_choices True", *products * 3, "_add_results True"]
 
 
 @needs_triton
 @pytest.mark.slow
+@pytest.mark.parametrize(("quantization", "codes"), [("plain", 0), ("fp8-block", 4)])
 def test_recorded_steps_have_the_tokens_of_plain_torch_and_padding_chooses_nothing(
-    triton_interpreter: PreparedPython, tmp_path: Path
+    triton_interpreter: PreparedPython, tmp_path: Path, quantization: str, codes: int
 ) -> None:
     module = "tests.support.devices.expert_engine"
-    found = triton_interpreter.output("-m", module, "qwen3-moe", str(tmp_path))
-    assert "choices" in found
+    found = triton_interpreter.output("-m", module, "qwen3-moe", quantization, str(tmp_path))
+    assert f"choices, {codes} matrices of heads are codes" in found
 
 
 @pytest.fixture
@@ -86,7 +104,7 @@ tried = []
 StackedExperts.pass_tokens = lambda self, x, experts, *_: tried.append((self.down.shape[1:], tuple(experts.shape)))
 print(kernels.find_obstacle(shapes, torch.device("cpu")), tried)
 """
-    expected = "None [(torch.Size([64, 32]), (1, 2)), (torch.Size([64, 32]), (64, 2))]"
+    expected = "None [((64, 32), (1, 2)), ((64, 32), (64, 2))]"
     assert triton_interpreter.output("-c", code).splitlines()[-1] == expected
 
 
