@@ -49,6 +49,20 @@ def test_float32_with_the_reference_equals_transformers(
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "variant",
+    ["gemma2", "olmo2", "phi3-partial", "smollm3", "phimoe", "glm4-moe", "gpt-oss", "llama4"],
+)
+def test_blocks_without_a_kernel_of_heads_equal_transformers(tmp_path: Path, variant: str) -> None:
+    path = make_checkpoint(variant, tmp_path)
+    model = reference_model(path)
+    want = [reference_greedy(model, p, STEPS) for p in prompts()]
+    engine = make_engine(path, device="cuda", attention_backend="torch")
+    assert answer(engine, prompts(), greedy(STEPS)) == want
+    engine.close()
+
+
+@pytest.mark.timeout(600)
 def test_demo_model_answers_alike_on_cpu_and_gpu() -> None:
     """bfloat16 rounds differently on the two, so a few near ties may fall the other way; half the tokens may not."""
     pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")

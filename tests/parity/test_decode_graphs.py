@@ -73,14 +73,25 @@ def test_graphs_on_off_and_the_cpu(
         engine.close()
 
 
-@pytest.mark.parametrize("graph_rows", [0, 5])
-@pytest.mark.parametrize("variant", ["qwen3", "qwen3-bias"])
-def test_heads_with_norms_are_stored_by_the_kernel(
+@pytest.mark.parametrize(
+    ("variant", "graph_rows"),
+    [
+        ("qwen3", 0),
+        ("qwen3", 5),
+        ("qwen3-bias", 0),
+        ("qwen3-bias", 5),
+        # Heads that the kernel lacks pass plain torch.
+        ("gemma2", 5),
+        ("olmo2", 5),
+        ("phi3-partial", 5),
+        ("smollm3", 5),
+    ],
+)
+def test_heads_of_every_kind_are_stored(
     reference: Callable[[str], Reference],
     device: Device,
     variant: str,
     graph_rows: int,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path = reference(variant).path
     host = make_engine(path)

@@ -25,6 +25,7 @@ from torch.nn import functional
 from baton.errors import ConfigError
 from baton.layers import flashinfer_loader
 from baton.layers import kernels as triton_kernels
+from baton.layers.ops_cuda import HEAD_DIMS
 from baton.layers.spec import PLAIN_EXPERTS, ExpertForm
 
 if TYPE_CHECKING:
@@ -390,7 +391,7 @@ def apply_rope(
         positions: int64 [T], each below len(cos).
         cos, sin: float32 [C, D/2] tables (`models.blocks.rope`).
         is_interleaved: dimension 2i turns with 2i + 1; else i with i + D/2, the layout of most HF
-        checkpoints. CPUs alone have a kernel for it.
+        checkpoints. CPUs alone have a kernel for it, and for sizes that flashinfer lacks.
     """
     if is_interleaved:
         if native := _native_for(q):
@@ -398,7 +399,7 @@ def apply_rope(
                 q, k, positions, cos, sin, is_interleaved=True
             )
             return turned
-    elif fast := _kernels_for(q):
+    elif (q.is_cpu or q.shape[-1] in HEAD_DIMS) and (fast := _kernels_for(q)):
         return fast.apply_rope(q, k, positions, cos, sin)
     c = cos[positions].unsqueeze(1)
     s = sin[positions].unsqueeze(1)

@@ -26,7 +26,7 @@ from pathlib import Path
 from baton.config.files import is_given, read_regular_file
 from baton.errors import ConfigError
 from baton.layers.kv_spec import FP8, KvScales
-from baton.layers.spec import DTYPE_BYTES, AttentionSpec
+from baton.layers.spec import DTYPE_BYTES
 from baton.models.config_file import (
     ModelConfig,
     read_generation_config,
@@ -42,7 +42,6 @@ from baton.models.quantized.scheme import QuantizationScheme
 from baton.models.spec.delta_net import DeltaBlockSpec
 from baton.models.spec.mla import MlaBlockSpec
 from baton.models.spec.model import LayerSpec, ModelSpec
-from baton.models.spec.norm import NormSpec
 from baton.models.weight_files import (
     find_tensor,
     first_float_type,
@@ -151,20 +150,6 @@ def _refuse_gpu(config: ModelConfig, architecture: str, layers: tuple[LayerSpec,
         config.refuse("architectures", [architecture], "latent attention needs --device cpu")
     if any(isinstance(layer.attention, DeltaBlockSpec) for layer in layers):
         config.refuse("architectures", [architecture], "states of sequences need --device cpu")
-    blocks = [layer.attention for layer in layers]
-    heads = [block.heads for block in blocks if not isinstance(block, DeltaBlockSpec)]
-    kinds = [each for each in heads if isinstance(each, AttentionSpec)]
-    if any(each.has_sinks for each in kinds):
-        config.refuse("architectures", [architecture], "attention sinks need --device cpu")
-    if any(each.chunk for each in kinds):
-        config.refuse("architectures", [architecture], "chunked attention needs --device cpu")
-    ropes = [layer.attention.rope for layer in layers]
-    if any(rope is not None and rope.partial != 1.0 for rope in ropes):
-        config.refuse("partial_rotary_factor", "below 1", "partial rotation needs --device cpu")
-    if None in ropes:
-        config.refuse("architectures", [architecture], "layers without rotation need --device cpu")
-    if any(layer.norms.norm != NormSpec(layer.norms.norm.eps) for layer in layers):
-        config.refuse("architectures", [architecture], "its norms need --device cpu")
 
 
 def _rotate_for_context(

@@ -62,10 +62,11 @@ class Device:
             head_kernel: heads are stored by a stand-in of the kernel, from now on.
         """
         self.monkeypatch.setattr(ops, "head_kernel", lambda x: store_heads if head_kernel else None)
-        half, dims = (torch.float32, *flashinfer.DTYPES), (16, 32, *flashinfer.HEAD_DIMS)
+        half, dims = (torch.float32, *flashinfer.DTYPES), (16, 24, 32, *flashinfer.HEAD_DIMS)
         for module, name, value in (
             (flashinfer, "DTYPES", half), (flashinfer, "HEAD_DIMS", dims), (fake_flashinfer, "HALF", half),
             (fake_flashinfer, "HEAD_DIMS", dims), (ops, "_native", None),
+            (runtime, "_kv_spec", lambda config, spec, _: spec.kv_spec(config.page_size)),
         ):  # fmt: skip
             self.monkeypatch.setattr(module, name, value)
 

@@ -450,16 +450,6 @@ def test_groups_that_do_not_divide_the_experts_are_refused(tmp_path: Path) -> No
         read_spec(edited(path, n_group=3))
 
 
-@pytest.mark.parametrize(
-    ("variant", "words"),
-    [("gpt-oss", "attention sinks need"), ("llama4", "chunked attention needs")],
-)
-def test_gpu_is_refused_before_anything_is_loaded(tmp_path: Path, variant: str, words: str) -> None:
-    path = make_checkpoint(variant, tmp_path / "m")
-    with pytest.raises(ConfigError, match=f"{words} --device cpu"):
-        read_spec(path, on_cpu=False)
-
-
 def test_gpu_takes_the_sizes_of_the_mixture(tmp_path: Path) -> None:
     path = make_checkpoint("qwen3-moe", tmp_path / "m")
     spec = share_of(read_spec(path, on_cpu=False), Shard(0, 2))
@@ -499,12 +489,6 @@ def test_fields_of_gpt_oss_and_llama_4_that_mean_nothing_are_refused(
         read_spec(path)
     for word in words:
         assert word in err.value.message
-
-
-def test_partial_rotation_is_refused_on_a_gpu(tmp_path: Path) -> None:
-    path = make_checkpoint("phi3-partial", tmp_path / "m")
-    with pytest.raises(ConfigError, match="partial rotation needs --device cpu"):
-        read_spec(path, on_cpu=False)
 
 
 def test_layers_that_draft_tokens_are_left_in_the_file(tmp_path: Path) -> None:

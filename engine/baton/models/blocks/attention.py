@@ -82,16 +82,14 @@ class AttentionBlock:
         pages."""
         spec = self.spec.heads
         heads = ops.linear(x, self.qkv, self.qkv_bias).view(len(x), -1, spec.head_dim)
-        if (store_heads := ops.head_kernel(x)) is not None:
+        store_heads = ops.head_kernel(x)
+        if store_heads is not None and self.spec.has_plain_heads:
+            assert rope is not None, "plain heads turn"
             norms = None
             eps = 0.0
             if self.q_norm is not None and self.k_norm is not None:
                 norms = (self.q_norm.weight, self.k_norm.weight)
                 eps = self.q_norm.eps
-            # Blocks that the kernel lacks are refused on its devices (`spec_reader`).
-            assert rope is not None
-            assert not self.spec.norms_all_heads
-            assert not self.spec.has_output_gate
             paged = cast("PagedAttention", attn)
             store_heads(
                 heads,

@@ -56,6 +56,21 @@ class AttentionBlockSpec:
     query, in q_proj; ours come behind v."""
 
     @property
+    def has_plain_heads(self) -> bool:
+        """Whether each head of q and k is at most normed, by itself, and turns whole, in halves: a
+        GPU's kernel does that in one launch (`ops.head_kernel`)."""
+        norm = self.qk_norm
+        is_turned_whole = self.rope is not None and self.rope.partial == 1.0
+        return (
+            is_turned_whole
+            and not self.is_interleaved
+            and not self.norms_all_heads
+            and not self.has_output_gate
+            and self.turned_norm_eps is None
+            and (norm is None or (norm.kind == "rms" and not norm.is_float32))
+        )
+
+    @property
     def rotated_dim(self) -> int:
         """Size of the vectors that `rope` turns, or turns a part of."""
         return self.heads.head_dim
