@@ -26,6 +26,7 @@ from typing import Any
 from baton.layers import flashinfer_loader
 from baton.layers.attention.flashinfer import KERNELS as ALL_GPUS
 from baton.layers.attention.flashinfer import LONG_KERNELS as HOPPER
+from baton.layers.attention.flashinfer_latent import SIZES as LATENTS
 
 KERNELS = (
     "norm", "rope", "silu",
@@ -39,6 +40,7 @@ KERNELS = (
     "prefill:float16:64:window", "decode:float16:64:window",
     "prefill:bfloat16:64:window:cap", "decode:bfloat16:64:window:cap",
     "prefill:float16:64:window:cap", "decode:float16:64:window:cap",
+    "latent:bfloat16:512",  # test_latent_attention.py
 )  # fmt: skip
 """Most important first. The wrapper for decode rows takes the prefill kernel for groups of more than two queries. The
 kernels for long rows, `long:bfloat16:64` and `long:bfloat16:128`, are built when they are named: they are for compute
@@ -49,7 +51,11 @@ def jit_spec(kernel: str) -> Any:
     """Build specification that flashinfer 0.6 makes of what our backend gives its wrappers and functions."""
     import torch
     from flashinfer.jit import gen_act_and_mul_module
-    from flashinfer.jit.attention.modules import gen_batch_decode_module, gen_batch_prefill_module
+    from flashinfer.jit.attention.modules import (
+        gen_batch_decode_module,
+        gen_batch_mla_module,
+        gen_batch_prefill_module,
+    )
     from flashinfer.jit.norm import gen_norm_module
     from flashinfer.jit.rope import gen_rope_module
 
@@ -65,6 +71,8 @@ def jit_spec(kernel: str) -> Any:
     shared = (
         dtype, dtype, dtype, torch.int32, int(dim), int(dim), no_positions, "window" in more, "cap" in more
     )  # fmt: skip
+    if kind == "latent":
+        return gen_batch_mla_module(ALL_GPUS, dtype, dtype, dtype, torch.int32, *LATENTS, False)
     if kind == "decode":
         return gen_batch_decode_module(*shared)
     return gen_batch_prefill_module(HOPPER if kind == "long" else ALL_GPUS, *shared, False)

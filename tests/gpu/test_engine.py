@@ -51,7 +51,18 @@ def test_float32_with_the_reference_equals_transformers(
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "variant",
-    ["gemma2", "olmo2", "phi3-partial", "smollm3", "phimoe", "glm4-moe", "gpt-oss", "llama4"],
+    [
+        "gemma2",
+        "olmo2",
+        "phi3-partial",
+        "smollm3",
+        "phimoe",
+        "glm4-moe",
+        "gpt-oss",
+        "llama4",
+        "deepseek-v3",
+        "glm4-moe-lite",
+    ],
 )
 def test_blocks_without_a_kernel_of_heads_equal_transformers(tmp_path: Path, variant: str) -> None:
     path = make_checkpoint(variant, tmp_path)

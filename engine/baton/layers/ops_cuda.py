@@ -39,7 +39,7 @@ def find_obstacle(shapes: KernelShapes) -> str | None:
     None: nothing."""
     if shapes.dtype not in ("float16", "bfloat16"):
         return f"they compute in float16 or bfloat16, the model in {shapes.dtype}"
-    if shapes.heads.head_dim not in HEAD_DIMS:
+    if shapes.heads is not None and shapes.heads.head_dim not in HEAD_DIMS:
         return f"they take heads of {', '.join(map(str, HEAD_DIMS))}, the model's have {shapes.heads.head_dim}"
     sizes = {"hidden_size": shapes.hidden_size} | shapes.inner_sizes
     for name, size in sizes.items():
@@ -54,12 +54,13 @@ def try_out(shapes: KernelShapes, device: torch.device) -> FlashInferOps:
     kernels = FlashInferOps(flashinfer_loader.load_flashinfer())
     dtype = getattr(torch, shapes.dtype)
     x = torch.zeros(2, shapes.hidden_size, dtype=dtype, device=device)
-    heads = torch.zeros(2, 3, shapes.heads.head_dim, dtype=dtype, device=device)
     kernels.add_rms_norm(kernels.rms_norm(x, x[0], 1e-6), x, torch.ones_like(x[0]), 1e-6)
-    kernels.rms_norm(heads[:, :2], heads[0, 2], 1e-6)
-    table = torch.zeros(1, shapes.heads.head_dim, device=device)
-    positions = torch.zeros(2, dtype=torch.int64, device=device)
-    kernels.apply_rope(heads[:, :2], heads[:, 2:], positions, *table.chunk(2, dim=1))
+    if shapes.heads is not None:
+        heads = torch.zeros(2, 3, shapes.heads.head_dim, dtype=dtype, device=device)
+        kernels.rms_norm(heads[:, :2], heads[0, 2], 1e-6)
+        table = torch.zeros(1, shapes.heads.head_dim, device=device)
+        positions = torch.zeros(2, dtype=torch.int64, device=device)
+        kernels.apply_rope(heads[:, :2], heads[:, 2:], positions, *table.chunk(2, dim=1))
     for size in shapes.inner_sizes.values():
         kernels.silu_mul(torch.zeros(2, 2 * size, dtype=dtype, device=device))
     if device.type == "cuda":

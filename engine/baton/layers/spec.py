@@ -203,7 +203,8 @@ class KernelShapes:
     hidden_size: int
     inner_sizes: dict[str, int]
     """Width behind each activation, by the name of its field in config.json."""
-    heads: AttentionSpec
+    heads: AttentionSpec | None
+    """None: the layers have latents."""
     experts: tuple[ExpertShapes, ...] = ()
     """Those of all layers, each once."""
     is_quantized: bool = False

@@ -146,8 +146,6 @@ def _check_fp8_cache(layers: tuple[LayerSpec, ...], *, on_cpu: bool) -> None:
 
 def _refuse_gpu(config: ModelConfig, architecture: str, layers: tuple[LayerSpec, ...]) -> None:
     """Raise ConfigError for blocks that have no kernels on GPUs, or have never run on one."""
-    if any(isinstance(layer.attention, MlaBlockSpec) for layer in layers):
-        config.refuse("architectures", [architecture], "latent attention needs --device cpu")
     if any(isinstance(layer.attention, DeltaBlockSpec) for layer in layers):
         config.refuse("architectures", [architecture], "states of sequences need --device cpu")
 

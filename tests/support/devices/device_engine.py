@@ -12,9 +12,12 @@ import torch
 from torch import Tensor
 
 from baton.layers import ops
-from baton.layers.attention import flashinfer
+from baton.layers.attention import flashinfer, flashinfer_latent
+from baton.layers.attention.base import GraphAttention
+from baton.layers.attention.flashinfer_latent import FlashInferLatentAttention
 from baton.layers.host_pool import HostPool
 from baton.layers.kv_pool import KvTensors, make_pool
+from baton.layers.spec import common_latents
 from baton.models.decoder import Decoder
 from baton.runtime import build as runtime
 from baton.runtime.engine_loop import EngineLoop
@@ -64,6 +67,7 @@ class Device:
         self.monkeypatch.setattr(ops, "head_kernel", lambda x: store_heads if head_kernel else None)
         half, dims = (torch.float32, *flashinfer.DTYPES), (16, 24, 32, *flashinfer.HEAD_DIMS)
         for module, name, value in (
+            (flashinfer_latent, "DTYPES", half), (flashinfer_latent, "SIZES", (32, 8)),
             (flashinfer, "DTYPES", half), (flashinfer, "HEAD_DIMS", dims), (fake_flashinfer, "HALF", half),
             (fake_flashinfer, "HEAD_DIMS", dims), (ops, "_native", None),
             (runtime, "_kv_spec", lambda config, spec, _: spec.kv_spec(config.page_size)),
@@ -77,7 +81,12 @@ class Device:
             host: HostPool | None = more.pop("host", None)
             if host is not None:
                 more["host"] = HostPool(pool, len(host.memory))
-            backend = flashinfer.FlashInferAttention(model.spec.attention, pool, fake_flashinfer)
+            backend: GraphAttention
+            if (latents := common_latents(model.spec.attention)) is not None:
+                backend = FlashInferLatentAttention(latents, pool, fake_flashinfer)
+            else:
+                heads = model.spec.attention
+                backend = flashinfer.FlashInferAttention(heads, pool, fake_flashinfer)
             made = _Poisoning if poison else DeviceRunner
             self.runner = made(model, pool, backend, max_slots, stream=self.stream, **more)
             if largest:

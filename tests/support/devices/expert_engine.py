@@ -1,6 +1,6 @@
 """A model as on a GPU, on CPU tensors: its experts and its quantized matrices are Triton's kernels,
-run by the interpreter, in recorded decode steps. Started by tests/unit/layers/kernels/test_experts.py
-with the variant of a checkpoint, its quantization or "plain", and a folder.
+run by the interpreter, in recorded decode steps. tests/unit/layers/kernels/test_experts.py starts
+it with the variant of a checkpoint, its quantization or "plain", and a folder.
 
 The interpreter is chosen when Triton is imported (TRITON_INTERPRET=1), so this is a process of its
 own.
@@ -111,13 +111,9 @@ def main() -> None:
             for pair in zip(count_choices(engine), before, strict=True)
         ]
         assert chosen == count_choices(plain), "rows of padding chose experts"
-        quantized = [
-            matrix
-            for layer in engine.runner._model.weights.layers
-            for matrix in (layer.attention.qkv, layer.attention.o)
-            if isinstance(matrix, CodedMatrix)
-        ]
-        print(f"{sum(map(sum, chosen))} choices, {len(quantized)} matrices of heads are codes")
+        layers = engine.runner._model.weights.layers
+        quantized = sum(isinstance(layer.attention.o, CodedMatrix) for layer in layers)
+        print(f"{sum(map(sum, chosen))} choices, {quantized} output projections are codes")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""flashinfer's two paged wrappers as far as the backend uses them, on any device: strict about arguments, naive inside.
+"""flashinfer's paged wrappers as far as the backend uses them, on any device: strict about arguments, naive inside.
 
 It states what we believe the library to take (argument names and order, dtypes, strides, what plan fixes), so that the
 backend's calls are checked where there is no GPU. Whether the belief is right only a GPU can say.
@@ -202,6 +202,76 @@ def fast_decode_plan(
     }  # fmt: skip
     assert given == self.planned
     self._divide(indptr, last_page_len)
+
+
+class BatchMLAPagedAttentionWrapper:
+    """A recorded launch reads page indices where they lay when it was recorded, and the division of work, for which
+    the rows' lengths stand here, as it was planned last."""
+
+    def __init__(self, float_workspace_buffer: Tensor, *, backend: str) -> None:
+        assert float_workspace_buffer.dtype == torch.uint8
+        assert backend == "fa2"
+        self.plans = 0
+        self.fixed: tuple[Any, ...] = ()
+        self.division: list[list[int]] = []
+
+    def plan(
+        self, qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, kv_len_arr: Tensor, num_heads: int,
+        head_dim_ckv: int, head_dim_kpe: int, page_size: int, causal: bool, sm_scale: float,
+        q_data_type: torch.dtype, kv_data_type: torch.dtype,
+    ) -> None:  # fmt: skip
+        rows = len(kv_len_arr)
+        for x in (qo_indptr, kv_indptr, kv_indices, kv_len_arr):
+            assert x.dtype == torch.int32
+            assert x.is_contiguous()
+        assert rows >= 1
+        assert kv_indptr.shape == qo_indptr.shape == (rows + 1,)
+        assert kv_indptr[0] == qo_indptr[0] == 0
+        assert kv_indptr[-1] <= len(kv_indices)
+        pages = kv_indptr.diff()
+        assert ((pages - 1) * page_size < kv_len_arr).all()
+        assert (kv_len_arr <= pages * page_size).all()
+        assert q_data_type == kv_data_type
+        assert q_data_type in HALF
+        assert causal
+        self.fixed = (num_heads, head_dim_ckv, head_dim_kpe, page_size, sm_scale, q_data_type)
+        self.there = kv_indices
+        # Copies: the caller may use its arrays again as soon as plan has returned.
+        self.copied = kv_indices.clone()
+        self.division = [x.clone().tolist() for x in (qo_indptr, kv_indptr, kv_len_arr)]
+        self.plans += 1
+
+    def run(
+        self, q_nope: Tensor, q_pe: Tensor, ckv_cache: Tensor, kpe_cache: Tensor, *, out: Tensor
+    ) -> Tensor:
+        heads, latent_dim, key_dim, page_size, scale, dtype = self.fixed
+        indices = self.copied if record_kernel is None else self.there
+        assert ckv_cache.shape[1:] == (page_size, latent_dim)
+        assert kpe_cache.shape[1:] == (page_size, key_dim)
+        assert q_nope.shape == out.shape == (len(q_pe), heads, latent_dim)
+        assert q_pe.shape == (len(q_nope), heads, key_dim)
+        for x in (q_nope, q_pe, ckv_cache, kpe_cache, out):
+            assert x.dtype == dtype
+            assert x.stride(-1) == 1
+
+        def kernel() -> None:
+            qo_indptr, kv_indptr, kv_lens = self.division
+            assert qo_indptr[-1] == len(q_nope), "planned for other rows"
+            for r, kv_len in enumerate(kv_lens):
+                pages = indices[kv_indptr[r] : kv_indptr[r + 1]].tolist()
+                latents, keys = (
+                    x[pages].flatten(0, 1)[:kv_len].float() for x in (ckv_cache, kpe_cache)
+                )
+                rows = slice(qo_indptr[r], qo_indptr[r + 1])
+                scores = torch.einsum("qhd,kd->hqk", q_nope[rows].float(), latents)
+                scores = scores + torch.einsum("qhd,kd->hqk", q_pe[rows].float(), keys)
+                query = torch.arange(kv_len - (rows.stop - rows.start), kv_len)[:, None]
+                hidden = torch.arange(kv_len)[None, :] > query
+                weights = (scores * scale).masked_fill(hidden, -torch.inf).softmax(-1)
+                out[rows] = torch.einsum("hqk,kd->qhd", weights, latents).to(out.dtype)
+
+        kernel() if record_kernel is None else record_kernel(kernel)
+        return out
 
 
 class BatchPrefillWithPagedKVCacheWrapper(_Paged):

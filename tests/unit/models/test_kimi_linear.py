@@ -116,7 +116,7 @@ def test_what_is_not_computed_is_refused_by_its_name_in_the_file(
 
 
 def test_gpu_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="latent attention needs --device cpu"):
+    with pytest.raises(ConfigError, match="states of sequences need --device cpu"):
         read(tmp_path, on_cpu=False)
 
 

@@ -28,12 +28,12 @@ def make_backend(name: str, layers: Sequence[LayerAttention], kv: KvTensors) -> 
     if name == "cpu":
         return _create_cpu_backend(layers, kv)
     if name == "flashinfer":
-        if common_latents(layers) is not None:
-            raise ConfigError(
-                "--attention-backend flashinfer: latent attention has no kernel on GPUs here; use "
-                "cpu or torch"
-            )
         from baton.layers.attention.flashinfer import FlashInferAttention
+        from baton.layers.attention.flashinfer_latent import FlashInferLatentAttention
+
+        latents = common_latents(layers)
+        if latents is not None:
+            return FlashInferLatentAttention(latents, kv)
 
         return FlashInferAttention(_with_heads(layers), kv)
     raise ConfigError(f"--attention-backend {name}: supported: auto, cpu, torch, flashinfer")

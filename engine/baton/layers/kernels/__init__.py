@@ -56,22 +56,23 @@ def _try_out(shapes: KernelShapes, device: torch.device) -> None:
     mask_rows(logits, integers[:1], torch.full((1, words), -1, dtype=torch.int32, device=device))
     draw_rows(logits, integers[:1], columns, integers[1:])
     dtype = getattr(torch, shapes.dtype)
-    kv_heads = shapes.heads.num_kv_heads
-    dim = shapes.heads.head_dim
-    heads = torch.zeros(1, shapes.heads.num_heads + 2 * kv_heads, dim, dtype=dtype, device=device)
-    pages = torch.zeros(2, 1, 1, kv_heads, dim, dtype=dtype, device=device)
-    cos, sin = torch.zeros(1, dim, device=device).chunk(2, dim=1)
-    for norms in (None, (heads[0, 0], heads[0, 0])):
-        store_heads(
-            heads,
-            shapes.heads.num_heads,
-            norms,
-            1e-6,
-            integers[:1],
-            (cos, sin),
-            (pages[0], pages[1]),
-            integers[:1],
-        )
+    if (spec := shapes.heads) is not None:
+        kv_heads = spec.num_kv_heads
+        dim = spec.head_dim
+        heads = torch.zeros(1, spec.num_heads + 2 * kv_heads, dim, dtype=dtype, device=device)
+        pages = torch.zeros(2, 1, 1, kv_heads, dim, dtype=dtype, device=device)
+        cos, sin = torch.zeros(1, dim, device=device).chunk(2, dim=1)
+        for norms in (None, (heads[0, 0], heads[0, 0])):
+            store_heads(
+                heads,
+                spec.num_heads,
+                norms,
+                1e-6,
+                integers[:1],
+                (cos, sin),
+                (pages[0], pages[1]),
+                integers[:1],
+            )
     for mixture in shapes.experts:
         gate_up = torch.zeros(
             2 * mixture.inner_size, shapes.hidden_size, dtype=dtype, device=device

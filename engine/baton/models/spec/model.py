@@ -14,7 +14,14 @@ from typing import NamedTuple
 from baton.errors import ConfigError
 from baton.layers.kv_spec import FP8, KvScales, KVSpec, describe_attention
 from baton.layers.shard import MAX_SIZE, WHOLE, Shard
-from baton.layers.spec import DTYPE_BYTES, DeltaSpec, KernelShapes, LayerAttention, common_heads
+from baton.layers.spec import (
+    DTYPE_BYTES,
+    DeltaSpec,
+    KernelShapes,
+    LayerAttention,
+    common_heads,
+    common_latents,
+)
 from baton.models.quantized.forms import OnLoadForm
 from baton.models.quantized.scheme import QuantizationScheme
 from baton.models.spec.attention import AttentionBlockSpec
@@ -153,7 +160,7 @@ class ModelSpec:
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
             inner_sizes=inner_sizes,
-            heads=common_heads(self.attention),
+            heads=None if common_latents(self.attention) else common_heads(self.attention),
             experts=tuple(dict.fromkeys(mixtures)),
             is_quantized=self.quantization is not None or self.form_on_load is not None,
         )

@@ -14,19 +14,28 @@ pytest.importorskip("baton._native", reason="the native module is not built")
 from baton.errors import ConfigError
 from baton.layers.attention import make_backend
 from baton.layers.attention.cpu import CpuLatentAttention
+from baton.layers.attention.flashinfer_latent import FlashInferLatentAttention
 from baton.layers.attention.reference import TorchLatentAttention
 from baton.layers.kv_pool import KvTensors, make_pool
 from baton.layers.kv_spec import KVSpec, describe_attention
 from baton.layers.spec import LatentSpec
+from tests.support.devices import fake_flashinfer
 from tests.support.kernels.attention_batch import AttentionRow, build_batch
 
 LAYERS = 2
+CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def make_kv(spec: LatentSpec, dtype: str, page_size: int, num_pages: int = 512) -> KvTensors:
+def make_kv(
+    spec: LatentSpec,
+    dtype: str,
+    page_size: int,
+    num_pages: int = 512,
+    device: torch.device = CPU,
+) -> KvTensors:
     kv_spec = KVSpec((describe_attention([spec] * LAYERS, dtype, page_size),))
-    kv = make_pool(kv_spec, num_pages, native=False)
+    kv = make_pool(kv_spec, num_pages, native=False, device=device)
     kv.data.fill_(float("nan"))  # unwritten slots must not be read
     return kv
 
@@ -50,16 +59,20 @@ class Sequence:
 
 
 def run(
-    backend: Any, spec: LatentSpec, parts: list[tuple[Sequence, int, int]], page_size: int
+    backend: Any,
+    spec: LatentSpec,
+    parts: list[tuple[Sequence, int, int]],
+    page_size: int,
+    device: torch.device = CPU,
 ) -> list[torch.Tensor]:
-    """Attend (sequence, start, n) as one step; per part [LAYERS, n, Hq * L]."""
+    """Attend (sequence, start, n) as one step; per part [LAYERS, n, Hq * L], on the host."""
     backend.plan(build_batch([s.row(start, n) for s, start, n in parts], page_size))
     layers = []
     for layer in range(LAYERS):
-        q = torch.cat([s.queries[layer, start : start + n] for s, start, n in parts])
-        rows = torch.cat([s.rows[layer, start : start + n] for s, start, n in parts])
+        q = torch.cat([s.queries[layer, start : start + n] for s, start, n in parts]).to(device)
+        rows = torch.cat([s.rows[layer, start : start + n] for s, start, n in parts]).to(device)
         parts_of_rows = rows.split((spec.latent_dim, spec.key_dim), dim=2)
-        layers.append(backend.forward(layer, q, *parts_of_rows))
+        layers.append(backend.forward(layer, q, *parts_of_rows).cpu())
     return list(torch.stack(layers).split([n for _, _, n in parts], dim=1))
 
 
@@ -129,5 +142,51 @@ def test_sizes_the_kernels_lack_are_left_to_torch_or_refused() -> None:
     with pytest.raises(ConfigError, match=r"latents of 1024 with keys of 64.* use torch"):
         make_backend("cpu", [spec] * LAYERS, kv)
     assert isinstance(make_backend("auto", [spec] * LAYERS, kv), TorchLatentAttention)
-    with pytest.raises(ConfigError, match="latent attention has no kernel on GPUs"):
+    with pytest.raises(ConfigError, match="float16 or bfloat16, the model in float32; use"):
         make_backend("flashinfer", [spec] * LAYERS, kv)
+    half = make_kv(spec, "bfloat16", 16, 2)
+    with pytest.raises(ConfigError, match="latents of 512 and keys of 64 elements, the model's"):
+        make_backend("flashinfer", [spec] * LAYERS, half)
+
+
+def check_flashinfer(
+    heads: int, page_size: int, lengths: tuple[int, ...], library: Any, device: torch.device
+) -> None:
+    """Assert that prompts, and a step of both kinds of rows, are those of the torch backend."""
+    spec = LatentSpec(heads, 512, 64, scale=0.05)
+    free = list(range(512))
+    random.Random(1).shuffle(free)
+    sequences = [Sequence(spec, "bfloat16", n, page_size, free, n) for n in lengths]
+    results = []
+    for make in (
+        lambda kv: FlashInferLatentAttention(spec, kv, library),
+        lambda kv: TorchLatentAttention(spec, kv),
+    ):
+        backend = make(make_kv(spec, "bfloat16", page_size, device=device))
+        prompts = [(s, 0, s.length - 2) for s in sequences]
+        prefill = run(backend, spec, prompts, page_size, device)
+        # Decode rows come first, then the rest of a prompt.
+        first, *others = sequences
+        mixed = [(s, s.length - 2, 1) for s in others] + [(first, first.length - 2, 2)]
+        results.append(prefill + run(backend, spec, mixed, page_size, device))
+    for ours, reference in zip(*results, strict=True):
+        torch.testing.assert_close(ours, reference, rtol=1.6e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_flashinfers_calls_equal_the_torch_backend(page_size: int) -> None:
+    check_flashinfer(6, page_size, (3, 17, 64, 100), fake_flashinfer, CPU)
+
+
+def test_step_that_flashinfer_cannot_plan_is_refused() -> None:
+    spec = LatentSpec(128, 512, 64, scale=1.0)
+    kv = make_kv(spec, "bfloat16", 64, 200)
+    backend = FlashInferLatentAttention(spec, kv, fake_flashinfer)
+    for tokens in (8192, 12800):
+        rows = [AttentionRow(range(tokens), 0, list(range(-(-tokens // 64))))]
+        backend.plan(build_batch(rows, 64))
+    kv = make_kv(spec, "bfloat16", 64, 300)
+    backend = FlashInferLatentAttention(spec, kv, fake_flashinfer)
+    rows = [AttentionRow(range(16384), 0, list(range(256)))]
+    with pytest.raises(ConfigError, match=r"16384 tokens and 128 heads .*--chunked-prefill-size"):
+        backend.plan(build_batch(rows, 64))

@@ -75,13 +75,16 @@ def test_machine_code_is_made_without_a_gpu(torch_process: PreparedPython) -> No
 
 @needs_triton
 @pytest.mark.slow
-@pytest.mark.parametrize(("quantization", "codes"), [("plain", 0), ("fp8-block", 4)])
+@pytest.mark.parametrize(
+    ("variant", "quantization", "codes"),
+    [("qwen3-moe", "plain", 0), ("qwen3-moe", "fp8-block", 2), ("deepseek-v3", "fp8-block", 2)],
+)
 def test_recorded_steps_have_the_tokens_of_plain_torch_and_padding_chooses_nothing(
-    triton_interpreter: PreparedPython, tmp_path: Path, quantization: str, codes: int
+    triton_interpreter: PreparedPython, tmp_path: Path, variant: str, quantization: str, codes: int
 ) -> None:
     module = "tests.support.devices.expert_engine"
-    found = triton_interpreter.output("-m", module, "qwen3-moe", quantization, str(tmp_path))
-    assert f"choices, {codes} matrices of heads are codes" in found
+    found = triton_interpreter.output("-m", module, variant, quantization, str(tmp_path))
+    assert f"choices, {codes} output projections are codes" in found
 
 
 @pytest.fixture
