@@ -41,6 +41,7 @@ KERNELS = (
     "prefill:bfloat16:64:window:cap", "decode:bfloat16:64:window:cap",
     "prefill:float16:64:window:cap", "decode:float16:64:window:cap",
     "latent:bfloat16:512",  # test_latent_attention.py
+    "prefill:bfloat16:64:codes", "decode:bfloat16:64:codes",  # test_start.py, pages of FP8 codes
 )  # fmt: skip
 """Most important first. The wrapper for decode rows takes the prefill kernel for groups of more than two queries. The
 kernels for long rows, `long:bfloat16:64` and `long:bfloat16:128`, are built when they are named: they are for compute
@@ -68,9 +69,9 @@ def jit_spec(kernel: str) -> Any:
         return plain[kernel]()
     kind, name, dim, *more = kernel.split(":")
     dtype, no_positions = getattr(torch, name), 0
-    shared = (
-        dtype, dtype, dtype, torch.int32, int(dim), int(dim), no_positions, "window" in more, "cap" in more
-    )  # fmt: skip
+    page_dtype = torch.float8_e4m3fn if "codes" in more else dtype
+    types = (dtype, page_dtype, dtype, torch.int32)
+    shared = (*types, int(dim), int(dim), no_positions, "window" in more, "cap" in more)
     if kind == "latent":
         return gen_batch_mla_module(ALL_GPUS, dtype, dtype, dtype, torch.int32, *LATENTS, False)
     if kind == "decode":

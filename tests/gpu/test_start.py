@@ -109,6 +109,26 @@ def test_quantized_checkpoint_stays_so_and_answers_as_on_the_cpu(
         engine.close()
 
 
+@pytest.mark.parametrize("backend", ["flashinfer", "torch"])
+def test_fp8_cache_is_near_the_cpus(tmp_path: Path, backend: str) -> None:
+    path = shapes.make("tiny", tmp_path / "m")
+    prompts = [[(11 * i + 37 * n) % 2048 for i in range(n)] for n in range(1, 65)]
+    shared: dict[str, object] = {
+        "load_format": "dummy",
+        "page_size": 16,
+        "max_total_tokens": 8192,
+        "kv_cache_dtype": "fp8_e4m3",
+    }
+    cpu = make_engine(path, **shared)
+    gpu = make_engine(path, **shared, device="cuda", dtype="bfloat16", attention_backend=backend)
+    assert RunnerProbe(gpu.runner).kv_pool.data.dtype == torch.float8_e4m3fn
+    a, b = (answer(engine, prompts, greedy(1)) for engine in (cpu, gpu))
+    # The CPU computes in float32; a near tie may fall the other way.
+    assert sum(x == y for x, y in zip(a, b, strict=True)) >= 48
+    for engine in (cpu, gpu):
+        engine.close()
+
+
 @pytest.mark.parametrize("backend", [FlashInferAttention, TorchAttention])
 def test_float16_is_near_the_cpus_float32(tmp_path: Path, backend: type) -> None:
     path = shapes.make("tiny", tmp_path / "m", dtype="float16")

@@ -26,6 +26,7 @@ FLAGS: list[dict[str, object]] = [
     {"page_size": 1, "chunked_prefill_size": 7},
     {"disable_overlap_schedule": True, "page_size": 16, "chunked_prefill_size": 16},
     {"max_running_requests": 3, "chunked_prefill_size": 12},
+    {"kv_cache_dtype": "fp8_e4m3"},
     SMALL,
     {**SMALL, "host_kv_gib": 0.01, "preemption_mode": "offload"},
 ]

@@ -108,7 +108,7 @@ def read_spec(
         )
     kv_scales: tuple[KvScales, ...] = ()
     if kv_cache_dtype == FP8:
-        _check_fp8_cache(layers, on_cpu=on_cpu)
+        _check_fp8_cache(layers)
         kv_scales = read_kv_scales(config, root, len(layers), load_format)
     return ModelSpec(
         architecture=architecture,
@@ -131,12 +131,10 @@ def read_spec(
     )
 
 
-def _check_fp8_cache(layers: tuple[LayerSpec, ...], *, on_cpu: bool) -> None:
+def _check_fp8_cache(layers: tuple[LayerSpec, ...]) -> None:
     """Raise ConfigError where K and V cannot be kept as codes."""
     problem = None
-    if not on_cpu:
-        problem = "there are no kernels for it on a GPU in this version, only with --device cpu"
-    elif any(isinstance(layer.attention, MlaBlockSpec) for layer in layers):
+    if any(isinstance(layer.attention, MlaBlockSpec) for layer in layers):
         problem = "latent attention keeps latents in the compute type in this version"
     elif any(isinstance(layer.attention, DeltaBlockSpec) for layer in layers):
         problem = "models with states of sequences keep K and V in the compute type in this version"

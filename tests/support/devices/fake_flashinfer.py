@@ -50,22 +50,26 @@ class _Paged:
         assert fixed["num_qo_heads"] % fixed["num_kv_heads"] == 0
         assert fixed["head_dim"] in HEAD_DIMS
         assert fixed["q_data_type"] in HALF
-        assert fixed["kv_data_type"] == fixed["q_data_type"]
+        assert fixed["kv_data_type"] in (fixed["q_data_type"], torch.float8_e4m3fn)
         assert fixed["window_left"] >= -1
         # Copies: the caller may use its arrays again as soon as plan has returned.
         self.arrays = [x.clone().tolist() for x in (qo_indptr, indptr, indices, last_page_len)]
         self.planned = fixed | {"causal": causal}
         self.plans += 1
 
-    def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], *, out: Tensor) -> Tensor:
+    def run(
+        self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], *, out: Tensor,
+        k_scale: float | None = None, v_scale: float | None = None,
+    ) -> Tensor:  # fmt: skip
         assert record_kernel is None, (
             "recorded, this wrapper would read arrays that the next plan replaces"
         )
-        self._kernel(q, paged_kv_cache, out, *self.arrays)
+        self._kernel(q, paged_kv_cache, out, (k_scale, v_scale), *self.arrays)
         return out
 
     def _kernel(
         self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], out: Tensor,
+        scales: tuple[float | None, float | None],
         qo_indptr: list[int], indptr: list[int], indices: list[int], last_page_len: list[int],
     ) -> None:  # fmt: skip
         assert self.planned is not None, "run before plan"
@@ -80,12 +84,15 @@ class _Paged:
         assert q.dtype == out.dtype == fixed["q_data_type"]
         assert q.stride(-1) == keys.stride(-1) == out.stride(-1) == 1
         assert q.device == keys.device == out.device == self.device
+        has_codes = keys.dtype == torch.float8_e4m3fn
+        assert all((scale is not None) == has_codes for scale in scales)
+        k_scale, v_scale = (1.0 if scale is None else scale for scale in scales)
         for r, fill in enumerate(last_page_len):
             pages = indices[indptr[r] : indptr[r + 1]]
             kv_len = (len(pages) - 1) * fixed["page_size"] + fill
             k, v = (x[pages].flatten(0, 1)[:kv_len].float() for x in (keys, values))
             rows = slice(qo_indptr[r], qo_indptr[r + 1])
-            out[rows] = self._attend(q[rows].float(), k, v).to(out.dtype)
+            out[rows] = self._attend(q[rows].float(), k * k_scale, v).to(out.dtype) * v_scale
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         assert self.planned is not None
@@ -161,9 +168,12 @@ class BatchDecodeWithPagedKVCacheWrapper(_Paged):
         lengths = (indptr.diff() - 1) * self.planned["page_size"] + last_page_len
         self.lengths[: len(lengths)] = lengths
 
-    def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], *, out: Tensor) -> Tensor:
+    def run(
+        self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], *, out: Tensor,
+        k_scale: float | None = None, v_scale: float | None = None,
+    ) -> Tensor:  # fmt: skip
         if self.buffers is None:
-            return super().run(q, paged_kv_cache, out=out)
+            return super().run(q, paged_kv_cache, out=out, k_scale=k_scale, v_scale=v_scale)
 
         def kernel() -> None:
             assert self.buffers is not None
@@ -175,9 +185,9 @@ class BatchDecodeWithPagedKVCacheWrapper(_Paged):
                 for n, fill in zip(fills, last_page_len, strict=True)
             ]
             assert self.lengths[: len(lengths)].tolist() == lengths, "planned for other rows"
-            self._kernel(
-                q, paged_kv_cache, out, list(range(len(indptr))), indptr, indices, last_page_len
-            )
+            one_each = list(range(len(indptr)))
+            scales = (k_scale, v_scale)
+            self._kernel(q, paged_kv_cache, out, scales, one_each, indptr, indices, last_page_len)
 
         kernel() if record_kernel is None else record_kernel(kernel)
         return out
@@ -205,8 +215,8 @@ def fast_decode_plan(
 
 
 class BatchMLAPagedAttentionWrapper:
-    """A recorded launch reads page indices where they lay when it was recorded, and the division of work, for which
-    the rows' lengths stand here, as it was planned last."""
+    """A recorded launch reads page indices where they lay when it was recorded, and the division of
+    work, for which the rows' lengths stand here, as it was planned last."""
 
     def __init__(self, float_workspace_buffer: Tensor, *, backend: str) -> None:
         assert float_workspace_buffer.dtype == torch.uint8
@@ -216,9 +226,9 @@ class BatchMLAPagedAttentionWrapper:
         self.division: list[list[int]] = []
 
     def plan(
-        self, qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, kv_len_arr: Tensor, num_heads: int,
-        head_dim_ckv: int, head_dim_kpe: int, page_size: int, causal: bool, sm_scale: float,
-        q_data_type: torch.dtype, kv_data_type: torch.dtype,
+        self, qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, kv_len_arr: Tensor,
+        num_heads: int, head_dim_ckv: int, head_dim_kpe: int, page_size: int, causal: bool,
+        sm_scale: float, q_data_type: torch.dtype, kv_data_type: torch.dtype,
     ) -> None:  # fmt: skip
         rows = len(kv_len_arr)
         for x in (qo_indptr, kv_indptr, kv_indices, kv_len_arr):

@@ -62,7 +62,7 @@ class ModelFlags:
     kv_cache_dtype: str = opt(
         "auto",
         "type of the KV cache; auto: the compute type; fp8_e4m3: a byte per number, with the "
-        "checkpoint's scales, on the CPU (docs/checkpoints.md)",
+        "checkpoint's scales (docs/checkpoints.md)",
         choices=("auto", "fp8_e4m3"),
         on_device=True,
     )

@@ -164,6 +164,11 @@ class PagedAttention(AttentionBackend):
             values[slots] = v
         return self.attend(layer, q, sinks)
 
+    @property
+    def keeps_codes(self) -> bool:
+        """Whether the pages hold codes of K and V, which `forward` alone writes."""
+        return bool(self._scales)
+
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V of one layer, each [pages, page_size, Hk, D] with strides of the pool."""
         return self._pages[layer]
@@ -176,7 +181,9 @@ class PagedAttention(AttentionBackend):
 def _store_codes(pages: Tensor, slots: tuple[Tensor, Tensor], x: Tensor, scale: float) -> None:
     """Write the codes of x / scale; what exceeds the largest code becomes it."""
     limit = torch.finfo(pages.dtype).max
-    pages[slots] = (x.float() / scale).clamp(-limit, limit).to(pages.dtype)
+    codes = (x.float() / scale).clamp(-limit, limit).to(pages.dtype)
+    # Bytes can be indexed on any device.
+    pages.view(torch.uint8)[slots] = codes.view(torch.uint8)
 
 
 class GraphInputs:

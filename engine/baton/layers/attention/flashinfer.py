@@ -17,6 +17,8 @@ page-major pool. A view's
 * With `causal`, the last query of a row is its last KV position; `window_left` counts the tokens to
 the left of a query
   that it sees besides itself: our window W, which includes the token itself, is W - 1.
+* Pages of FP8 codes are multiplied by queries of the compute type; `k_scale` multiplies scores, and
+`v_scale` the results once they are rounded.
 * Slots behind a row's last token may hold anything, NaN included, without touching the result.
 * Wrappers that run one after the other on one stream may share the float workspace; the integer one
 is each its own.
@@ -78,8 +80,9 @@ def find_obstacle(spec: AttentionSpec, kv: KvTensors) -> str | None:
 
 
 def _find_unsupported(spec: AttentionSpec, kv: KvTensors) -> str | None:
-    if kv.data.dtype not in DTYPES:
-        return f"it computes in float16 or bfloat16, the KV pool is {str(kv.data.dtype).removeprefix('torch.')}"
+    if kv.compute_dtype not in DTYPES:
+        kind = str(kv.compute_dtype).removeprefix("torch.")
+        return f"it computes in float16 or bfloat16, the model in {kind}"
     if spec.head_dim not in HEAD_DIMS:
         return (
             f"it takes heads of {', '.join(map(str, HEAD_DIMS))}, the model's have {spec.head_dim}"
@@ -131,10 +134,12 @@ class FlashInferAttention(PagedAttention):
             )
         super().__init__(layers, kv)
         self._sizes = (heads.num_heads, heads.num_kv_heads, heads.head_dim, kv.page_size)
-        dtype = kv.data.dtype
         self._arithmetic = {
-            "logits_soft_cap": heads.soft_cap, "sm_scale": heads.scale, "q_data_type": dtype, "kv_data_type": dtype
-        }  # fmt: skip
+            "logits_soft_cap": heads.soft_cap,
+            "sm_scale": heads.scale,
+            "q_data_type": kv.compute_dtype,
+            "kv_data_type": kv.data.dtype,
+        }
         """Arguments that are the same for all plans."""
         self._library = library
         # The kernels without tensor cores are built for groups of 1 and 2 here; from 4 on tensor
@@ -313,10 +318,14 @@ class FlashInferAttention(PagedAttention):
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         wrappers = self._running[self._windows[layer]]
         n = self._num_decode
+        factors = {}
+        if self._scales:
+            scales = self._scales[layer]
+            factors = {"k_scale": scales.key, "v_scale": scales.value}
         if n:
-            wrappers.decode.run(q[:n], pages, out=out[:n])
+            wrappers.decode.run(q[:n], pages, out=out[:n], **factors)
         if n < len(q):
-            self._prefill_of(wrappers).run(q[n:], pages, out=out[n:])
+            self._prefill_of(wrappers).run(q[n:], pages, out=out[n:], **factors)
         return out.view(len(q), self._heads.q_size)
 
     def _row_tensors(self, rows: PagedRows) -> tuple[Tensor, Tensor, Tensor]:

@@ -93,7 +93,12 @@ class TorchAttention(PagedAttention):
         gather = rows.by_sight[self._sights[layer]]
         # [r, p, 2, page, Hk, D] -> two of [r, Hk, p * page, D]
         pages = self._kv.data[:, self._places[layer].row]
-        both = pages[gather.pages].float().permute(2, 0, 4, 1, 3, 5).flatten(3, 4)
+        if self._kv.scales:
+            # Bytes can be indexed on any device.
+            gathered = pages.view(torch.uint8)[gather.pages].view(pages.dtype)
+        else:
+            gathered = pages[gather.pages]
+        both = gathered.float().permute(2, 0, 4, 1, 3, 5).flatten(3, 4)
         # A slot no query sees may hold anything a former owner left, and 0 * NaN is NaN.
         row, slot = gather.unseen
         both[:, row, :, slot] = 0.0

@@ -83,14 +83,14 @@ class AttentionBlock:
         spec = self.spec.heads
         heads = ops.linear(x, self.qkv, self.qkv_bias).view(len(x), -1, spec.head_dim)
         store_heads = ops.head_kernel(x)
-        if store_heads is not None and self.spec.has_plain_heads:
+        paged = cast("PagedAttention", attn)
+        if store_heads is not None and self.spec.has_plain_heads and not paged.keeps_codes:
             assert rope is not None, "plain heads turn"
             norms = None
             eps = 0.0
             if self.q_norm is not None and self.k_norm is not None:
                 norms = (self.q_norm.weight, self.k_norm.weight)
                 eps = self.q_norm.eps
-            paged = cast("PagedAttention", attn)
             store_heads(
                 heads,
                 spec.num_heads,

@@ -116,7 +116,7 @@ def test_tensor_cores_decode_from_groups_of_three() -> None:
 
 
 REFUSED = [
-    (Case(dtype=torch.float32), "float16 or bfloat16, the KV pool is float32"),
+    (Case(dtype=torch.float32), "float16 or bfloat16, the model in float32"),
     (Case(dim=32), "heads of 64, 128, 256, the model's have 32"),
     (Case(heads=3, kv_heads=2), "3 query and 2 KV heads"),
 ]

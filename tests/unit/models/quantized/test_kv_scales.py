@@ -194,9 +194,11 @@ def test_scales_that_nothing_reads_are_unexpected_tensors(with_scales) -> None:
         check(path, "auto")
 
 
-def test_gpu_is_refused_by_name(plain: Path) -> None:
-    with pytest.raises(ConfigError, match=r"fp8_e4m3: there are no kernels .* --device cpu; use"):
-        read_spec(plain, on_cpu=False, kv_cache_dtype=FP8)
+def test_gpu_gets_the_pages_of_the_cpu(plain: Path) -> None:
+    on_gpu, on_cpu = (
+        read_spec(plain, on_cpu=where, kv_cache_dtype=FP8).kv_spec(16) for where in (False, True)
+    )
+    assert on_gpu.groups == on_cpu.groups
 
 
 def test_latents_are_refused_by_name(tmp_path: Path) -> None:
