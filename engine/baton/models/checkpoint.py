@@ -211,7 +211,9 @@ def check_files(spec: ModelSpec, root: Path, shard: Shard = WHOLE) -> StoredWeig
     entries: dict[str, TensorEntry] = {}
     for file in required_weight_files(root):
         entries |= read_tensor_entries(file)
-    params = tuple(plan_weights(spec, shard, entries))
+    # A quantized matrix has tensors of other names in the same module.
+    stored = entries.keys() | {name.rpartition(".")[0] for name in entries}
+    params = tuple(plan_weights(spec, shard, stored))
     finder = SourceFinder(entries, spec.quantization, spec.form_on_load)
     sources: dict[str, StoredSource] = {}
     for _, param in params:
@@ -228,7 +230,7 @@ def check_files(spec: ModelSpec, root: Path, shard: Shard = WHOLE) -> StoredWeig
                 )
     used = {entry.name for source in sources.values() for entry in source.tensors.values()}
     if shard.size > 1:
-        for _, param in plan_weights(spec, WHOLE, entries):
+        for _, param in plan_weights(spec, WHOLE, stored):
             for part in param.parts:
                 used |= finder.expected_names(part.source, part.whole)
     problems = finder.problems + [

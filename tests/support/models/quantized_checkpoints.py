@@ -348,6 +348,11 @@ def is_linear(name: str) -> bool:
     return not name.endswith(others)
 
 
+def is_narrow(name: str) -> bool:
+    """Tell the projections of a delta net that have few rows or columns, beside those of heads."""
+    return re.search(r"self_attn\.(b|[fg]_[ab])_proj\.weight$", name) is not None
+
+
 def quantize(source: Path, name: str, folder: Path) -> tuple[Path, Path]:
     """Write checkpoint `source` in a format, and its plain twin: the two directories."""
     made = MXFP4 if name == "mxfp4" else FORMATS[name]
@@ -355,10 +360,12 @@ def quantize(source: Path, name: str, folder: Path) -> tuple[Path, Path]:
     tensors = load_file(source / "model.safetensors")
     quantized: Roles = {}
     plain: Roles = {}
-    # Writers of these formats leave experts plain that are stacked in one tensor, and say so.
-    stacked = [] if is_chosen is is_joint else sorted(filter(is_joint, tensors))
+    # Writers of these formats leave experts plain that are stacked in one tensor, and matrices that
+    # are too narrow for their groups, and say so.
+    left = [each for each in sorted(tensors) if is_joint(each) or is_narrow(each)]
+    left_plain = [] if is_chosen is is_joint else [each.removesuffix(".weight") for each in left]
     for tensor_name, tensor in tensors.items():
-        if not is_chosen(tensor_name):
+        if not is_chosen(tensor_name) or is_narrow(tensor_name):
             quantized[tensor_name] = plain[tensor_name] = tensor
             continue
         encoded = made.encode(tensor)
@@ -369,7 +376,9 @@ def quantize(source: Path, name: str, folder: Path) -> tuple[Path, Path]:
         if made.config.get("activation_scheme") == "static":
             quantized[f"{module}.input_scale"] = torch.tensor(0.5)
     return (
-        write_checkpoint(source, folder / "quantized", quantized, _excluding(made.config, stacked)),
+        write_checkpoint(
+            source, folder / "quantized", quantized, _excluding(made.config, left_plain)
+        ),
         write_checkpoint(source, folder / "plain", plain, None),
     )
 

@@ -108,7 +108,7 @@ pub unsafe fn gated_delta_on(isa: Isa, call: &GatedDelta) {
                 columns: scratch.take(key_dim * COLUMNS).cast(),
                 query: scratch.take(key_dim).cast(),
                 key: scratch.take(key_dim).cast(),
-                decay: scratch.take(key_dim).cast(),
+                decays: scratch.take(key_dim).cast(),
                 decayed_key: scratch.take(key_dim).cast(),
             };
             // SAFETY: passed on; the pieces have the sizes they need.
@@ -134,8 +134,8 @@ struct Item<'a> {
     /// Of a token, `[key_dim]` as what follows.
     query: *mut f32,
     key: *mut f32,
-    /// What multiplies each row of S before the token.
-    decay: *mut f32,
+    /// What multiplies each row of S before the token, where rows decay by themselves.
+    decays: *mut f32,
     /// Reads of S what the key reads of the decayed one.
     decayed_key: *mut f32,
 }
@@ -145,13 +145,18 @@ struct TypedItem<'a, E>(Item<'a>, PhantomData<E>);
 impl<E: ElementType> SimdKernel for TypedItem<'_, E> {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        self.0.pass_tokens::<S, E>();
+        if self.0.call.sizes.decays == 1 {
+            self.0.pass_tokens::<S, E, false>();
+        } else {
+            self.0.pass_tokens::<S, E, true>();
+        }
     }
 }
 
 impl Item<'_> {
+    /// Args: `BY_ROW`: each row of S decays by itself.
     #[inline(always)]
-    unsafe fn pass_tokens<S: Simd, E: ElementType>(&self) {
+    unsafe fn pass_tokens<S: Simd, E: ElementType, const BY_ROW: bool>(&self) {
         let call = self.call;
         let columns = self.columns;
         let sizes = call.sizes;
@@ -170,14 +175,19 @@ impl Item<'_> {
             let head_query = qkv.add(key_head * key_dim);
             set_length::<S, E>(head_query, key_dim, query_factor, self.query);
             set_length::<S, E>(head_query.add(key_size), key_dim, 1.0, self.key);
-            self.set_decay::<S, E>(token);
+            let (reader, head_decay) = if BY_ROW {
+                self.set_decays::<S, E>(token);
+                (self.decayed_key, S::splat(1.0))
+            } else {
+                (self.key, S::splat(self.decay_of_head::<E>(token)))
+            };
             let value = qkv.add(2 * key_size + own_values);
             let strength = S::splat(self.strength::<E>(token));
 
             let vectors = COLUMNS / S::LANES;
             let mut correction = [S::splat(0.0); MOST_VECTORS];
             for d in 0..key_dim {
-                let k = S::splat(self.decayed_key.add(d).read());
+                let k = S::splat(reader.add(d).read());
                 let row = columns.add(d * COLUMNS);
                 for (v, sum) in correction.iter_mut().enumerate().take(vectors) {
                     *sum = S::fma(S::load(row.add(v * S::LANES)), k, *sum);
@@ -186,13 +196,17 @@ impl Item<'_> {
             for (v, sum) in correction.iter_mut().enumerate().take(vectors) {
                 let at = v * S::LANES;
                 let want = load_part::<S, E>(value.add(at), self.columns_from(at));
-                *sum = S::mul(S::sub(want, *sum), strength);
+                *sum = S::mul(S::sub(want, S::mul(head_decay, *sum)), strength);
             }
             let mut result = [S::splat(0.0); MOST_VECTORS];
             for d in 0..key_dim {
                 let k = S::splat(self.key.add(d).read());
                 let q = S::splat(self.query.add(d).read());
-                let decay = S::splat(self.decay.add(d).read());
+                let decay = if BY_ROW {
+                    S::splat(self.decays.add(d).read())
+                } else {
+                    head_decay
+                };
                 let row = columns.add(d * COLUMNS);
                 for (v, sum) in result.iter_mut().enumerate().take(vectors) {
                     let at = row.add(v * S::LANES);
@@ -266,34 +280,36 @@ impl Item<'_> {
         E::to_f32(E::from_f32(1.0 / (1.0 + (-E::to_f32(b)).exp())))
     }
 
-    /// Write the token's decays, and the key times them.
+    /// What multiplies all of S before the token.
     #[inline(always)]
-    unsafe fn set_decay<S: Simd, E: ElementType>(&self, token: usize) {
-        let DeltaSizes {
-            decays, key_dim, ..
-        } = self.call.sizes;
-        let first = self.head * decays;
+    unsafe fn decay_of_head<E: ElementType>(&self, token: usize) -> f32 {
+        let a = self.call.decays.cast::<E::T>();
+        let a = E::to_f32(a.add(token * self.call.decay_stride + self.head).read());
+        let x = a + self.call.bias.add(self.head).read();
+        // ln(1 + e^x) is x itself above 20, where the difference is below its last bit.
+        let step = if x > 20.0 { x } else { x.exp().ln_1p() };
+        let rate = self.call.rate.add(self.head).read().exp();
+        (-rate * step).exp()
+    }
+
+    /// Write the decays of rows, and the key times them.
+    #[inline(always)]
+    unsafe fn set_decays<S: Simd, E: ElementType>(&self, token: usize) {
+        let key_dim = self.call.sizes.key_dim;
+        let first = self.head * key_dim;
         let a = self.call.decays.cast::<E::T>();
         let a = a.add(token * self.call.decay_stride + first);
         let bias = self.call.bias.add(first);
         let rate = S::splat(-LOG2_E * self.call.rate.add(self.head).read().exp());
-        for i in (0..decays).step_by(S::LANES) {
-            let left = decays - i;
-            let sum = S::add(
+        for i in (0..key_dim).step_by(S::LANES) {
+            let left = key_dim - i;
+            let x = S::add(
                 load_part::<S, E>(a.add(i), left),
                 load_part::<S, F32>(bias.add(i), left),
             );
-            let decay = exp2::<S>(S::mul(rate, softplus::<S>(sum)));
-            store_part::<S, F32>(self.decay.add(i), decay, left);
-        }
-        if decays == 1 {
-            let decay = self.decay.read();
-            std::slice::from_raw_parts_mut(self.decay, key_dim).fill(decay);
-        }
-        for i in (0..key_dim).step_by(S::LANES) {
-            let left = key_dim - i;
+            let decay = exp2::<S>(S::mul(rate, softplus::<S>(x)));
             let key = load_part::<S, F32>(self.key.add(i), left);
-            let decay = load_part::<S, F32>(self.decay.add(i), left);
+            store_part::<S, F32>(self.decays.add(i), decay, left);
             store_part::<S, F32>(self.decayed_key.add(i), S::mul(key, decay), left);
         }
     }
