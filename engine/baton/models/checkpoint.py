@@ -212,7 +212,7 @@ def check_files(spec: ModelSpec, root: Path, shard: Shard = WHOLE) -> StoredWeig
     for file in required_weight_files(root):
         entries |= read_tensor_entries(file)
     # A quantized matrix has tensors of other names in the same module.
-    stored = entries.keys() | {name.rpartition(".")[0] for name in entries}
+    stored = entries.keys() | {name[: name.rfind(".") + 1] for name in entries}
     params = tuple(plan_weights(spec, shard, stored))
     finder = SourceFinder(entries, spec.quantization, spec.form_on_load)
     sources: dict[str, StoredSource] = {}

@@ -34,13 +34,14 @@ class MlpSpec:
     ) -> Iterator[Param]:
         """Tensors that a rank holds of the whole block; their checkpoint names start with `prefix`.
 
-        Args: `stored`: names of tensors and modules in the checkpoint's files.
+        Args: `stored`: names of tensors, and of modules with a dot behind, in the checkpoint's
+        files.
         """
         hidden = whole_axis(hidden_size)
         inner = TensorAxis(self.inner_size, shard.slice_of(self.inner_size))
         module = f"{prefix}{self.module}."
         other = f"{prefix}{self.other_module}."
-        if f"{other}down_proj" in stored:
+        if f"{other}down_proj." in stored:
             module = other
 
         def gate_up(kind: str) -> dict[str, TensorAxis]:

@@ -192,8 +192,8 @@ def plan_weights(
 ) -> Iterator[PlacedParam]:
     """Every tensor that a rank holds of the model, in file order of a typical checkpoint.
 
-    Args: `spec`: the whole model's. `stored`: names of tensors and modules in the checkpoint's
-    files, where there is more than one form.
+    Args: `spec`: the whole model's. `stored`: names of tensors, and of modules with a dot
+    behind, in the checkpoint's files, where there is more than one form.
     """
     vocab = TensorAxis(spec.vocab_size, shard.slice_of(spec.vocab_size))
     hidden = whole_axis(spec.hidden_size)

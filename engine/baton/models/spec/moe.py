@@ -125,7 +125,7 @@ class MoeSpec:
     ) -> Iterator[Param]:
         """Tensors that a rank holds of the whole block; their checkpoint names start with `prefix`.
 
-        Args: `stored`: names of tensors and modules in the checkpoint's files.
+        Args: `stored`: names of tensors in the checkpoint's files.
         """
         hidden = whole_axis(hidden_size)
         experts = whole_axis(self.router.num_experts)
