@@ -77,7 +77,7 @@ def names_of(spec: ModelSpec, layer: int, stored: tuple[str, ...] = ()) -> set[s
 def test_dense_blocks_are_read_under_either_name(tmp_path: Path) -> None:
     spec = read(tmp_path)
     assert "mlp.gate_proj.weight" in names_of(spec, 0)
-    stored = "model.layers.0.block_sparse_moe.down_proj"
+    stored = "model.layers.0.block_sparse_moe.down_proj."
     names = names_of(spec, 0, (stored,))
     assert "block_sparse_moe.gate_proj.weight" in names
     assert not any(name.startswith("mlp.") for name in names)
