@@ -20,7 +20,7 @@ from baton.config.groups.model import ModelFlags
 from baton.config.groups.queue import CacheFlags, FairnessFlags, OrderFlags, PriorityFlags
 from baton.config.groups.ranks import MemoryFlags, RankFlags
 from baton.config.groups.service import ServiceFlags
-from baton.config.groups.steps import LimitFlags, LoopFlags, SpeculationFlags, StepFlags
+from baton.config.groups.steps import HEADS, LimitFlags, LoopFlags, SpeculationFlags, StepFlags
 
 LOOPBACK = "127.0.0.1"
 UNSPECIFIED_HOSTS = ("0.0.0.0", "::", "")
@@ -74,6 +74,19 @@ class EngineConfig(
         if self.chunked_prefill_size < 0:
             return self.max_prefill_tokens
         return min(self.chunked_prefill_size, self.max_prefill_tokens)
+
+    @property
+    def is_drafted_by_head(self) -> bool:
+        """True if drafts follow from hidden states of the model."""
+        return self.speculative_algorithm in HEADS
+
+    @property
+    def most_drafts(self) -> int:
+        """Most drafted tokens of a row and step."""
+        return min(
+            self.speculative_num_draft_tokens,
+            self.speculative_num_steps or self.speculative_num_draft_tokens,
+        )
 
     @property
     def max_rooms(self) -> int:

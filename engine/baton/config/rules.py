@@ -21,7 +21,7 @@ from baton.config.engine import (
 )
 from baton.config.flags import flag_name, out_of_range
 from baton.config.groups.ranks import MEM_FRACTION
-from baton.config.groups.steps import SpeculationFlags
+from baton.config.groups.steps import HEADS, SpeculationFlags
 from baton.errors import ConfigError
 
 
@@ -150,21 +150,33 @@ def _check_speculation(c: EngineConfig) -> Iterator[str]:
     ):
         if is_refused:
             yield f"--speculative-algorithm {algorithm}: {reason}; leave it out"
-    if algorithm == "STANDALONE" and c.speculative_draft_model_path is None:
-        yield "--speculative-algorithm STANDALONE: give --speculative-draft-model-path, too"
+    if c.is_drafted_by_head and c.tp_size > 1:
+        yield (
+            f"--speculative-algorithm {algorithm}: heads draft with --tp-size 1 in this version; "
+            "use NGRAM or STANDALONE, or one rank"
+        )
+    if c.speculative_eagle_topk != 1:
+        yield (
+            f"--speculative-eagle-topk {c.speculative_eagle_topk}: drafts are one chain, not a "
+            "tree; give 1, or leave it out"
+        )
+    if algorithm in ("STANDALONE", "EAGLE3") and c.speculative_draft_model_path is None:
+        yield f"--speculative-algorithm {algorithm}: give --speculative-draft-model-path, too"
     for f in dataclasses.fields(SpeculationFlags):
-        owner = _OWNERS.get(f.name, algorithm)
-        if owner != algorithm and getattr(c, f.name) != f.default:
+        owners = _OWNERS.get(f.name, (algorithm,))
+        if algorithm not in owners and getattr(c, f.name) != f.default:
             yield (
                 f"{flag_name(f.name)} {getattr(c, f.name)}: is for "
-                f"--speculative-algorithm {owner}; leave it out"
+                f"--speculative-algorithm {' or '.join(owners)}; leave it out"
             )
 
 
 _OWNERS = {
-    "speculative_draft_model_path": "STANDALONE",
-    "speculative_ngram_min_match_window_size": "NGRAM",
-    "speculative_ngram_capacity": "NGRAM",
+    "speculative_draft_model_path": ("STANDALONE", "EAGLE3"),
+    "speculative_num_steps": ("STANDALONE", *HEADS),
+    "speculative_eagle_topk": HEADS,
+    "speculative_ngram_min_match_window_size": ("NGRAM",),
+    "speculative_ngram_capacity": ("NGRAM",),
 }
 """Algorithms whose flags these are; all others are for each."""
 

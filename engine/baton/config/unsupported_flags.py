@@ -23,10 +23,6 @@ _REASONING = (
     "--reasoning-parser"
 )
 _LORA = "there are no LoRA adapters in this version; merge the adapter into the checkpoint"
-_DRAFTS = (
-    "how many tokens are drafted is decided in each step, in one chain; use "
-    "--speculative-num-draft-tokens for the most"
-)
 _DOWNLOAD = (
     "nothing is downloaded at start; run hf download MODEL first, with its own --revision "
     "and --local-dir"
@@ -56,7 +52,6 @@ INSTEAD: dict[str, str] = {
         "use --speculative-algorithm, --speculative-draft-model-path and "
         "--speculative-num-draft-tokens"
     ),
-    **dict.fromkeys(("--speculative-num-steps", "--speculative-eagle-topk"), _DRAFTS),
     "--enable-expert-parallel": "use --ep-size with the value of --tp-size",
     **dict.fromkeys(
         ("--revision", "--download-dir", "--speculative-draft-model-revision"), _DOWNLOAD

@@ -7,6 +7,8 @@ minutes later. Every mistake is a ConfigError that names the file and what to do
 
 from __future__ import annotations
 
+import sys
+from array import array
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from baton.errors import ConfigError
 from baton.layers.shard import WHOLE, Shard
 from baton.layers.spec import DTYPE_BYTES
 from baton.models.config_file import read_model_config
+from baton.models.head_reader import read_eagle3_head, read_mtp_head
 from baton.models.quantized.kv_scales import is_kv_scale
 from baton.models.quantized.stored import SourceFinder, StoredSource
 from baton.models.spec.model import (
@@ -28,7 +31,13 @@ from baton.models.spec.model import (
 from baton.models.spec.tensors import Param
 from baton.models.spec_reader import find_architecture, read_spec
 from baton.models.transformers_backend.choice import choose_impl
-from baton.models.weight_files import TensorEntry, read_tensor_entries, required_weight_files
+from baton.models.weight_files import (
+    TensorEntry,
+    find_tensor,
+    read_tensor_entries,
+    refuse_unreadable,
+    required_weight_files,
+)
 
 CPU_POOL_MIB = 128
 """KV pool of each process on the CPU, whose memory is shared with all of the machine; --kv-pool-mib
@@ -48,12 +57,9 @@ _TAKEN_APART = ("kv_b", "conv")
 def check_checkpoint(config: EngineConfig, path: Path, nodes: int = 1) -> None:
     """Raise ConfigError when engines with these flags cannot load the model at `path`, or `nodes`
     of them together."""
-    draft = read_draft_spec(config)
-    draft_sizes = NO_DRAFT_MODEL
-    if draft is not None:
-        draft_sizes = DraftModelSizes.of(config, draft)
     if choose_impl(config, path) == "transformers":
-        _check_module(config, path, nodes, draft_sizes)
+        draft = read_draft_spec(config, path, None)
+        _check_module(config, path, nodes, DraftModelSizes.of(config, draft, path))
         return
     spec = read_spec(
         path,
@@ -67,6 +73,7 @@ def check_checkpoint(config: EngineConfig, path: Path, nodes: int = 1) -> None:
     )
     if spec.states:
         _check_states(config)
+    draft = read_draft_spec(config, path, spec)
     if draft is not None:
         check_draft_vocabulary(config, draft, spec.vocab_size)
     share_of(spec, Shard(0, config.tp_size, divides_experts=config.ep_size > 1))
@@ -76,6 +83,7 @@ def check_checkpoint(config: EngineConfig, path: Path, nodes: int = 1) -> None:
     if config.device == "cpu":
         states = sum(state.state_bytes(spec.dtype) for state in spec.states.values())
         token_bytes = spec.kv_spec(config.page_size).token_bytes
+        draft_sizes = DraftModelSizes.of(config, draft, path)
         _check_memory(config, weights, token_bytes, nodes, draft_sizes, states=states)
 
 
@@ -94,11 +102,17 @@ def _check_states(config: EngineConfig) -> None:
         )
 
 
-def read_draft_spec(config: EngineConfig) -> ModelSpec | None:
-    """The model of --speculative-draft-model-path, a directory; None without one.
+def read_draft_spec(
+    config: EngineConfig, model_dir: Path, target: ModelSpec | None
+) -> ModelSpec | None:
+    """The model or head that drafts; None without one.
 
+    Args:
+        target: the model that it drafts for; None for a module of transformers.
     Raises ConfigError for a model that cannot draft.
     """
+    if config.is_drafted_by_head:
+        return _read_head_spec(config, model_dir, target)
     if config.speculative_draft_model_path is None:
         return None
     path = Path(config.speculative_draft_model_path)
@@ -115,6 +129,55 @@ def read_draft_spec(config: EngineConfig) -> ModelSpec | None:
             "draft; give a model whose layers all have attention"
         )
     return spec
+
+
+def _read_head_spec(config: EngineConfig, model_dir: Path, target: ModelSpec | None) -> ModelSpec:
+    if target is None:
+        raise ConfigError(
+            f"--speculative-algorithm {config.speculative_algorithm}: modules of transformers do "
+            "not give their hidden states to a head in this version; use NGRAM or STANDALONE"
+        )
+    if config.speculative_draft_model_path is None:
+        return read_mtp_head(model_dir, target)
+    return read_eagle3_head(draft_directory(config, model_dir), target, config.load_format)
+
+
+def draft_directory(config: EngineConfig, model_dir: Path) -> Path:
+    """Where the weights of the model or head that drafts are: its own directory, or that of the
+    model, of which it is the last layer."""
+    return Path(config.speculative_draft_model_path or model_dir)
+
+
+def read_draft_tokens(root: Path, draft: ModelSpec, load_format: str) -> array[int]:
+    """The token id of each row of a head's output matrix.
+
+    Raises ConfigError where the files name none, or others than the model's.
+    """
+    assert draft.head is not None, "a model drafts all of its tokens"
+    rows = draft.head.draft_vocab_size
+    if load_format == "dummy" or rows == draft.vocab_size:
+        return array("q", range(rows))
+    entry = find_tensor(root, "d2t")
+    if entry is None or entry.dtype != "I64" or entry.shape != (rows,):
+        found = "none" if entry is None else f"{entry.dtype} {list(entry.shape)}"
+        raise ConfigError(
+            f"{root}: the head drafts {rows} of {draft.vocab_size} tokens, and d2t (I64 [{rows}]) "
+            f"has to say which, but its files have {found}; download them again"
+        )
+    distances = array("q")
+    with refuse_unreadable(entry.file), entry.file.open("rb") as file:
+        file.seek(entry.begin)
+        distances.frombytes(file.read(entry.end - entry.begin))
+    if sys.byteorder == "big":
+        distances.byteswap()
+    # The files hold how far each token id is from its row.
+    tokens = array("q", (row + distance for row, distance in enumerate(distances)))
+    if min(tokens) < 0 or max(tokens) >= draft.vocab_size:
+        raise ConfigError(
+            f"{entry.file}: d2t leads to tokens {min(tokens)} to {max(tokens)}, and the model has "
+            f"{draft.vocab_size}; give a head for it"
+        )
+    return tokens
 
 
 def check_draft_vocabulary(config: EngineConfig, draft: ModelSpec, vocab_size: int) -> None:
@@ -138,11 +201,16 @@ class DraftModelSizes:
     """Of pages for drafts that have no page yet."""
 
     @staticmethod
-    def of(config: EngineConfig, draft: ModelSpec) -> DraftModelSizes:
+    def of(config: EngineConfig, draft: ModelSpec | None, model_dir: Path) -> DraftModelSizes:
+        """Checks the files of the draft model on the way, and raises ConfigError."""
+        if draft is None:
+            return NO_DRAFT_MODEL
+        root = draft_directory(config, model_dir)
         weights = weight_bytes(draft)
         if config.load_format != "dummy":
-            root = Path(str(config.speculative_draft_model_path))
             weights = check_files(draft, root).memory(draft)
+        if draft.head is not None:
+            read_draft_tokens(root, draft, config.load_format)
         page_bytes = draft.kv_spec(config.page_size).page_bytes
         scratch = config.max_running_requests * draft_scratch_pages(config)
         return DraftModelSizes(weights, page_bytes, scratch * page_bytes)
@@ -155,7 +223,7 @@ def draft_scratch_pages(config: EngineConfig) -> int:
     """Pages for the last token of a sequence and all of its drafts but the last, which is not
     computed.
     """
-    return -(-config.speculative_num_draft_tokens // config.page_size)
+    return -(-config.most_drafts // config.page_size)
 
 
 def _check_module(config: EngineConfig, path: Path, nodes: int, draft: DraftModelSizes) -> None:

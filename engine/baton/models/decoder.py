@@ -192,29 +192,66 @@ class Decoder:
 
     def compute_hidden(self, batch: ForwardBatch, attn: AttentionBackend) -> Tensor:
         """The part of `compute` in front of the output head: [S, hidden]."""
+        return self._run_layers(batch, attn, (), [])
+
+    def compute_states(
+        self, batch: ForwardBatch, attn: AttentionBackend, places: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """`compute_hidden`, and hidden states of all tokens, side by side: [T, places * hidden].
+
+        Args:
+            places: rising numbers of layers, for the residual stream in front of them; the number
+                of layers for the normed one behind the last.
+        """
+        states: list[Tensor] = []
+        hidden = self._run_layers(batch, attn, places, states)
+        return hidden, torch.cat(states, dim=-1)
+
+    def _run_layers(
+        self,
+        batch: ForwardBatch,
+        attn: AttentionBackend,
+        places: tuple[int, ...],
+        states: list[Tensor],
+    ) -> Tensor:
+        """Args: `states`: gets the hidden states at `places`."""
         last = len(self.weights.layers) - 1
-        tp = self._tp
+        needs_all_rows = last + 1 in places
         x = self._embed_tokens(batch.token_ids)
         residual: Tensor | None = None
         for i, layer in enumerate(self.weights.layers):
             normed, residual = _enter_block(layer.before_attention_norm, x, residual)
+            if i in places:
+                # The next sum may be made in its place.
+                states.append(residual.clone())
             attended = layer.attention.attend(self._places[i], normed, batch, attn, self._ropes[i])
-            if (
-                i == last and len(batch.sample_index) == 0
-            ):  # CUDA refuses to launch a kernel over no rows
-                return x[:0]
-            is_in_order = len(batch.sample_index) == len(attended) and not batch.num_prompt_rows
-            if i == last and not is_in_order:
-                attended = attended[batch.sample_index]
-                residual = residual[batch.sample_index]
-            x = tp.all_reduce(layer.attention.project(attended))
-            x = self._leave_block(layer.after_attention_norm, x)
-            normed, residual = _enter_block(layer.before_mlp_norm, x, residual)
-            x = tp.all_reduce(_feed_forward(layer.mlp, normed, batch))
-            x = self._leave_block(layer.after_mlp_norm, x)
+            if i == last and not needs_all_rows:
+                # CUDA refuses to launch a kernel over no rows.
+                if len(batch.sample_index) == 0:
+                    return x[:0]
+                is_in_order = len(batch.sample_index) == len(attended) and not batch.num_prompt_rows
+                if not is_in_order:
+                    attended = attended[batch.sample_index]
+                    residual = residual[batch.sample_index]
+            x, residual = self._finish_layer(layer, attended, residual, batch)
         assert residual is not None, "a spec has at least one layer"
         normed, _ = self.weights.norm.add(x, residual)
-        return normed
+        if not needs_all_rows:
+            return normed
+        states.append(normed)
+        return normed[batch.sample_index]
+
+    def _finish_layer(
+        self, layer: DecoderLayer, attended: Tensor, residual: Tensor, batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor]:
+        """What follows attention in a layer: its result [T, hidden] and the residual stream that it
+        is yet to be added to."""
+        tp = self._tp
+        x = tp.all_reduce(layer.attention.project(attended))
+        x = self._leave_block(layer.after_attention_norm, x)
+        normed, residual = _enter_block(layer.before_mlp_norm, x, residual)
+        x = tp.all_reduce(_feed_forward(layer.mlp, normed, batch))
+        return self._leave_block(layer.after_mlp_norm, x), residual
 
     def _leave_block(self, norm: NormBlock | None, x: Tensor) -> Tensor:
         """A block's result x [T, hidden] as it is added to the residual stream."""

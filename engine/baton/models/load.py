@@ -81,10 +81,7 @@ def load_weights(
     """
     started = time.monotonic()
     share = share_of(spec, shard)
-    if load_format == "dummy":
-        tensors = _dummy_tensors(spec, seed, shard, device, on_progress)
-    else:
-        tensors = _from_files(spec, Path(path), shard, device, on_progress)
+    tensors = load_tensors(spec, path, load_format, seed, shard, device, on_progress)
     layers = [
         DecoderLayer.make(layer, tensors[number], tp) for number, layer in enumerate(share.layers)
     ]
@@ -97,6 +94,21 @@ def load_weights(
         time.monotonic() - started,
     )  # fmt: skip
     return decoder
+
+
+def load_tensors(
+    spec: ModelSpec,
+    path: str | Path,
+    load_format: str = "auto",
+    seed: int = 0,
+    shard: Shard = WHOLE,
+    device: torch.device = _CPU,
+    on_progress: OnProgress = lambda done, total: None,
+) -> LoadedTensors:
+    """The tensors of `load_weights`, before blocks are made of them."""
+    if load_format == "dummy":
+        return _dummy_tensors(spec, seed, shard, device, on_progress)
+    return _from_files(spec, Path(path), shard, device, on_progress)
 
 
 def _dummy_tensors(

@@ -26,10 +26,10 @@ from baton.layers.kv_spec import KVSpec
 from baton.layers.shard import WHOLE, Shard
 from baton.models.checkpoint import (
     CPU_POOL_MIB,
-    NO_DRAFT_MODEL,
     DraftModelSizes,
     check_draft_vocabulary,
     check_files,
+    draft_directory,
     read_draft_spec,
 )
 from baton.models.decoder import Decoder
@@ -39,7 +39,12 @@ from baton.models.spec.model import ModelSpec, share_of, weight_bytes
 from baton.models.spec_reader import read_spec
 from baton.models.transformers_backend.choice import choose_impl
 from baton.runtime import device
-from baton.runtime.draft_model import DraftModel, load_draft_model
+from baton.runtime.draft_model import (
+    DraftModel,
+    LoadedHead,
+    load_draft_head,
+    load_draft_model,
+)
 from baton.runtime.engine_loop import DeviceThread, EngineLoop, PoolSizes, make_engine
 from baton.runtime.expert_load import ExpertLoad
 from baton.runtime.grammar.waiting import GrammarQueue
@@ -81,7 +86,7 @@ class LoadedModel:
     host_pages: int = 0
     group: ProcessGroup | None = None
     """The tensor-parallel ranks that compute together; None: this process alone."""
-    draft_model: DraftModel | None = None
+    draft_model: DraftModel | LoadedHead | None = None
 
     def make_engine_loop(
         self,
@@ -115,7 +120,7 @@ class LoadedModel:
 
     def _make_speculator(self, report: SchedulerReport, device: DeviceThread) -> Speculator:
         config = self.config
-        most = config.speculative_num_draft_tokens
+        most = config.most_drafts
         if self.draft_model is not None:
             return self.draft_model.make_speculator(most, self.runner, report, device)
         drafter = NgramDrafter(
@@ -170,8 +175,11 @@ def load_rank(
     compute = placed.device
     spec = model.spec
     context = _context_length(config, spec)
-    draft_spec = read_draft_spec(config)
-    draft_sizes = _draft_sizes(config, draft_spec, spec.vocab_size)
+    root = Path(model_dir)
+    draft_spec = read_draft_spec(config, root, spec if isinstance(spec, ModelSpec) else None)
+    if draft_spec is not None:
+        check_draft_vocabulary(config, draft_spec, spec.vocab_size)
+    draft_sizes = DraftModelSizes.of(config, draft_spec, root)
     pages = _requested_pages(config, spec, compute, draft_sizes)
     memory = placed.memory
     if memory is not None:
@@ -196,10 +204,15 @@ def load_rank(
         model_dir, placed.num_parameters / 1e6, spec.dtype, pages, config.page_size,
         kv.spec.page_dtype, pages * kv.page_bytes / 2**20, threads, time.monotonic() - started,
     )  # fmt: skip
-    draft_model = None
+    draft_model: DraftModel | LoadedHead | None = None
     # The first of several tensor-parallel ranks draws all tokens.
     if draft_spec is not None and shard.rank == 0:
-        draft_model = load_draft_model(config, draft_spec, pages)
+        if draft_spec.head is None:
+            draft_model = load_draft_model(config, draft_spec, pages)
+        else:
+            draft_root = draft_directory(config, root)
+            draft_model = load_draft_head(config, draft_spec, pages, model, draft_root)
+            runner.head = draft_model.runner
     limits = from_config.limits(config, pages, page_groups=kv.spec.rules)
     layout = kv.spec.layout(spec.model_hash)
     if shard.size > 1:
@@ -235,15 +248,6 @@ def _pool_info(kv: KvTensors, pages: int, host_pages: int, limits: Limits) -> di
         "kv_pool_bytes": pages * kv.page_bytes,
         "num_pages": pages,
     }
-
-
-def _draft_sizes(
-    config: EngineConfig, draft_spec: ModelSpec | None, vocab_size: int
-) -> DraftModelSizes:
-    if draft_spec is None:
-        return NO_DRAFT_MODEL
-    check_draft_vocabulary(config, draft_spec, vocab_size)
-    return DraftModelSizes.of(config, draft_spec)
 
 
 def _read_spec(

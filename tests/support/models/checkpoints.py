@@ -342,10 +342,19 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_checkpoint(
-    variant: str, path: Path, *, dtype: str = "float32", max_shard_size: str = "5GB"
+    variant: str,
+    path: Path,
+    *,
+    dtype: str = "float32",
+    max_shard_size: str = "5GB",
+    **changes: Any,
 ) -> Path:
-    """Write `variant` to directory `path`, seeded by its name; returns `path`."""
-    model = _model_class(variant)(variant_config(variant))
+    """Write `variant` to directory `path`, seeded by its name; returns `path`.
+
+    Args:
+        changes: fields of its config with other values.
+    """
+    model = _model_class(variant)(variant_config(variant, **changes))
     save_random(model, variant, path, dtype=dtype, max_shard_size=max_shard_size)
     return path
 
@@ -356,7 +365,19 @@ def save_random(
     """Fill a model of transformers with noise, and write it with a tokenizer."""
     import torch
 
-    generator = torch.Generator().manual_seed(sum(variant.encode()))
+    fill_noise(model, sum(variant.encode()), variant)
+    # Tables of complex numbers would lose their imaginary part.
+    if dtype != "float32":
+        model.to(getattr(torch, dtype))
+    model.save_pretrained(path, max_shard_size=max_shard_size)
+    write_tokenizer(path)
+
+
+def fill_noise(model: Any, seed: int, variant: str = "") -> None:
+    """Draw all parameters anew, those of norms near 1."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
             if name.endswith("inv_freq"):
@@ -366,11 +387,6 @@ def save_random(
             is_near_one = name.endswith("norm.weight") and not variant.startswith(_ADD_ONE)
             is_near_one |= name.endswith("linear_attn.norm.weight")
             parameter.copy_(noise + 1 if is_near_one else noise)
-    # Tables of complex numbers would lose their imaginary part.
-    if dtype != "float32":
-        model.to(getattr(torch, dtype))
-    model.save_pretrained(path, max_shard_size=max_shard_size)
-    write_tokenizer(path)
 
 
 def reference_model(path: Path) -> Any:
@@ -413,13 +429,13 @@ def as_transformers_4(source: Path, path: Path) -> Path:
     return path
 
 
-def variant_config(variant: str) -> Any:
+def variant_config(variant: str, **more: Any) -> Any:
     """The config of transformers' class."""
     import transformers
 
     family, changes = VARIANTS[variant]
     name = f"{family}TextConfig" if family in _WITH_IMAGES else f"{family}Config"
-    return getattr(transformers, name)(**{**_SHAPE, **changes})
+    return getattr(transformers, name)(**{**_SHAPE, **changes, **more})
 
 
 def _model_class(variant: str) -> Any:

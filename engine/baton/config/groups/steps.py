@@ -95,6 +95,10 @@ class StepFlags:
     )
 
 
+HEADS = ("EAGLE3", "NEXTN", "EAGLE")
+"""Algorithms that draft by hidden states of the model; EAGLE is SGLang's other name of NEXTN."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SpeculationFlags:
     HEADING: ClassVar = "speculative decoding"
@@ -103,13 +107,15 @@ class SpeculationFlags:
         None,
         "draft tokens and compute several of an answer in one step, without changing any: NGRAM "
         "drafts what followed the last tokens earlier in the request or in a recent answer, "
-        "STANDALONE what a smaller model answers (not on GPUs)",
-        choices=("NGRAM", "STANDALONE"),
+        "STANDALONE what a smaller model answers, EAGLE3 what a head reads in the model's hidden "
+        "states, NEXTN (or EAGLE) the same with the MTP layer of the checkpoint (not on GPUs)",
+        choices=("NGRAM", "STANDALONE", *HEADS),
         on_device=True,
     )
     speculative_draft_model_path: str | None = opt(
         None,
-        "directory of the model that drafts: Hugging Face files with the tokenizer of --model-path",
+        "directory of what drafts: a model with the tokenizer of --model-path, or a head of "
+        "EAGLE-3 for it",
         on_device=True,
     )
     speculative_num_draft_tokens: int = opt(
@@ -119,6 +125,17 @@ class SpeculationFlags:
         on_device=True,
         ge=1,
         le=64,
+    )
+    speculative_num_steps: int | None = opt(
+        None,
+        "most drafts of a row that a model or head makes one after the other, if fewer than "
+        "speculative-num-draft-tokens [tokens]",
+        on_device=True,
+        ge=1,
+        le=64,
+    )
+    speculative_eagle_topk: int = opt(
+        1, "drafts of a head that follow the same token: 1, they are a chain", on_device=True
     )
     speculative_ngram_min_match_window_size: int = opt(
         2,

@@ -51,6 +51,8 @@ class AttentionBlockSpec:
     """Of queries that do not turn."""
     is_fused: bool = False
     """Checkpoints hold q, k and v in one tensor, `qkv_proj`; it has no bias."""
+    inputs: int = 1
+    """Vectors of the hidden size, side by side, that q, k and v are made of."""
     has_output_gate: bool = False
     """Results are multiplied by the sigmoid of a gate. Checkpoints hold those of a head behind its
     query, in q_proj; ours come behind v."""
@@ -92,6 +94,7 @@ class AttentionBlockSpec:
         q = TensorAxis(heads.q_size, scale_slice(own_heads, heads.head_dim))
         kv = TensorAxis(heads.kv_size, scale_slice(own_kv_heads, heads.head_dim))
         hidden = whole_axis(hidden_size)
+        joined = whole_axis(self.inputs * hidden_size)
         rows_of = {"q_proj": q, "k_proj": kv, "v_proj": kv}
 
         def named(kind: str) -> list[tuple[str, TensorAxis]]:
@@ -107,9 +110,9 @@ class AttentionBlockSpec:
 
         if self.is_fused:
             fused = fused_rows(f"{prefix}self_attn.qkv_proj.weight", (q, kv, kv))
-            yield make_param("qkv", fused, hidden)
+            yield make_param("qkv", fused, joined)
         else:
-            yield make_param("qkv", named("weight"), hidden)
+            yield make_param("qkv", named("weight"), joined)
         if self.qkv_bias:
             yield make_param("qkv_bias", named("bias"))
         if self.qk_norm is not None:

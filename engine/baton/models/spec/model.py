@@ -26,6 +26,7 @@ from baton.models.quantized.forms import OnLoadForm
 from baton.models.quantized.scheme import QuantizationScheme
 from baton.models.spec.attention import AttentionBlockSpec
 from baton.models.spec.delta_net import DeltaBlockSpec
+from baton.models.spec.head import HeadSpec
 from baton.models.spec.mla import MlaBlockSpec
 from baton.models.spec.mlp import MlpSpec
 from baton.models.spec.moe import MoeSpec
@@ -47,10 +48,9 @@ class LayerSpec:
     norms: LayerNormsSpec
 
     def params(
-        self, layer: int, hidden_size: int, shard: Shard, stored: Container[str]
+        self, prefix: str, hidden_size: int, shard: Shard, stored: Container[str]
     ) -> Iterator[Param]:
-        """Tensors that a rank holds of the layer."""
-        prefix = f"model.layers.{layer}."
+        """Tensors that a rank holds of the layer; their checkpoint names start with `prefix`."""
         hidden = whole_axis(hidden_size)
         yield from self.norms.params(prefix, hidden)
         yield from self.attention.params(prefix, hidden_size, shard)
@@ -111,6 +111,8 @@ class ModelSpec:
     """What the plain matrices of layers are made at load (--quantization)."""
     kv_scales: tuple[KvScales, ...] = ()
     """By layer, for a KV cache of FP8 codes; empty: it is kept in the compute type."""
+    head: HeadSpec | None = None
+    """Of a head that drafts for another model, from its hidden states."""
 
     @property
     def num_layers(self) -> int:
@@ -168,6 +170,8 @@ class ModelSpec:
     @property
     def num_parameters(self) -> int:
         """Weights that are multiplied or looked up, biases and norms left out."""
+        if self.head is not None:
+            return sum(param.size for _, param in plan_weights(self) if len(param.shape) > 1)
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied else 2)
         return embeddings + sum(
             block.num_parameters(self.hidden_size)
@@ -195,12 +199,15 @@ def plan_weights(
     Args: `spec`: the whole model's. `stored`: names of tensors, and of modules with a dot
     behind, in the checkpoint's files, where there is more than one form.
     """
+    if spec.head is not None:
+        yield from _plan_head(spec, spec.head, stored)
+        return
     vocab = TensorAxis(spec.vocab_size, shard.slice_of(spec.vocab_size))
     hidden = whole_axis(spec.hidden_size)
     embed = make_param("embed", {"model.embed_tokens.weight": vocab}, hidden)
     yield PlacedParam(OUTSIDE, embed)
     for number, layer in enumerate(spec.layers):
-        for param in layer.params(number, spec.hidden_size, shard, stored):
+        for param in layer.params(f"model.layers.{number}.", spec.hidden_size, shard, stored):
             yield PlacedParam(number, param)
     for param in spec.norm.params("norm", "model.norm", hidden):
         yield PlacedParam(OUTSIDE, param)
@@ -208,6 +215,15 @@ def plan_weights(
         yield PlacedParam(OUTSIDE, make_param("lm_head", {"lm_head.weight": vocab}, hidden))
     if spec.stream.has_head_bias:
         yield PlacedParam(OUTSIDE, make_param("lm_head_bias", {"lm_head.bias": vocab}))
+
+
+def _plan_head(spec: ModelSpec, head: HeadSpec, stored: Container[str]) -> Iterator[PlacedParam]:
+    """Every tensor of a head that drafts."""
+    (layer,) = spec.layers
+    for param in layer.params(head.layer_prefix, spec.hidden_size, WHOLE, stored):
+        yield PlacedParam(0, param)
+    for param in head.params(spec.norm, spec.vocab_size, spec.hidden_size):
+        yield PlacedParam(OUTSIDE, param)
 
 
 def weight_bytes(spec: ModelSpec, shard: Shard = WHOLE) -> int:
@@ -234,6 +250,8 @@ def is_ignorable(spec: ModelSpec, source: str) -> bool:
     Some are computed (old rotary tables, a head that equals the embedding), some belong to layers
     that only draft tokens, or to images.
     """
+    if spec.head is not None:
+        return spec.head.is_ignorable(source)
     if source.endswith("rotary_emb.inv_freq") or (spec.tied and source == "lm_head.weight"):
         return True
     if spec.has_other_parts and source.startswith(_OTHER_PARTS):

@@ -55,6 +55,7 @@ from baton.sched.types.plan import UNKNOWN_TOKEN, Row, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from baton.runtime.engine_loop import LaunchedStep
+    from baton.runtime.runner.head_runner import HeadRunner
 
 NO_ROWS: NDArray[np.int64] = np.empty(0, np.int64)
 
@@ -112,6 +113,8 @@ class ModelRunner:
         self._broadcast = broadcast
         self.grammars: GrammarStore | None = None
         """Where sequences whose answers follow a grammar get its matcher."""
+        self.head: HeadRunner | None = None
+        """Drafts by the hidden states of this runner's steps, on the CPU."""
         self._check = 0
         """Checksum of the last step, with `broadcast` or `execute_remote`."""
 
@@ -144,7 +147,11 @@ class ModelRunner:
             sample_rows = drafted.along_drafts(sample_rows)
         batch = self._make_batch(step, indices)
         self._model.prepare(batch, self._attn)
-        hidden = self._model.compute_hidden(batch, self._attn)
+        states = None
+        if self.head is None:
+            hidden = self._model.compute_hidden(batch, self._attn)
+        else:
+            hidden, states = self.head.compute_model(batch, self._attn)
         self._end_states()
         num_draws = len(sample_rows)
         logits = self._model.compute_logits(hidden[:num_draws]).float()
@@ -154,6 +161,8 @@ class ModelRunner:
             result = drafted.keep_runs(result)
             sample_rows = drafted.rows_at_ends(result.runs)
             last_tokens = [result.tokens[end - 1] for end in itertools.accumulate(result.runs)]
+        if self.head is not None and states is not None:
+            self.head.extend(step, indices, states, result.runs)
         if prompt_rows is not None:
             records = self._prompt_records(prompt_rows, hidden[num_draws:], torch.from_numpy)
             found = prompt_rows.split_records(map(Tensor.numpy, records), self.vocab_size)

@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
 from baton.runtime.speculation.draft_pages import DraftPages
+from baton.runtime.speculation.drafter import cut_failed
 from baton.sched.metrics.step_time import StepTimeFit
 from baton.sched.planner.draft_lengths import DraftingCosts
 from baton.sched.types.plan import (
@@ -133,6 +134,9 @@ class ModelDrafter:
     def finish(self, handle: int) -> None:
         del self._seqs[handle]
         del self._params[handle]
+
+    def on_planned(self, plan: StepPlan) -> None:
+        """The model's steps are not those of the draft model."""
 
     def count_behind(self, seq: Seq) -> int:
         """Tokens of the sequence without K and V of the draft model."""
@@ -241,9 +245,7 @@ class ModelDrafter:
                 of_handle[row.handle].tokens.append(token)
         for drafted in ready:
             self._pages.fill(drafted.seq.pages, drafted.start, len(drafted.seq.tokens))
-            # A negative one stands for logits that are no numbers: nothing follows from it.
-            failed = next((i for i, t in enumerate(drafted.tokens) if t < 0), len(drafted.tokens))
-            del drafted.tokens[failed:]
+            drafted.tokens = cut_failed(drafted.tokens)
 
     def _first_row(self, drafted: DraftedSeq) -> Row:
         seq = drafted.seq

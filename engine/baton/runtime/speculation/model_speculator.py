@@ -1,4 +1,4 @@
-"""Offers the drafts of a model, where the scheduler takes enough of them.
+"""Offers the drafts of a model or head, where the scheduler takes enough of them.
 
 They take time, so the scheduler says how many it would take before they are made
 (`Scheduler.draft_lengths`), by the share that came true before and the measured time of the draft
@@ -15,7 +15,8 @@ from array import array
 from collections.abc import Callable, Sequence
 from time import monotonic
 
-from baton.runtime.speculation.model_drafter import LONGEST_ROW, ModelDrafter
+from baton.runtime.speculation.drafter import TimedDrafter
+from baton.runtime.speculation.model_drafter import LONGEST_ROW
 from baton.runtime.speculation.speculator import (
     FORCED_ACCEPTANCE,
     HOPED_FOR,
@@ -41,7 +42,7 @@ about a 200th of a step, and drafts save some half of each step.
 class ModelSpeculator(Speculator):
     def __init__(
         self,
-        drafter: ModelDrafter,
+        drafter: TimedDrafter,
         most_drafts: int,
         constraints: Constraints,
         clock: Callable[[], float] = monotonic,
@@ -57,6 +58,7 @@ class ModelSpeculator(Speculator):
 
     def on_planned(self, plan: StepPlan) -> None:
         super().on_planned(plan)
+        self._model.on_planned(plan)
         # The next part of a prompt follows with the next step.
         if self._model.is_catching_up:
             self._steps_to_linger = max(self._steps_to_linger, 1)

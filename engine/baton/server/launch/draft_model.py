@@ -23,6 +23,9 @@ def resolve_draft_model(config: EngineConfig) -> EngineConfig:
     if given is None:
         return config
     path = model_info.resolve(given, FLAG)
+    # A head has token ids of the model and reads no text.
+    if config.is_drafted_by_head:
+        return replace(config, speculative_draft_model_path=str(path))
     files = [name for name in TOKENIZER_FILES if is_given(path / name)]
     if not files:
         raise ConfigError(
