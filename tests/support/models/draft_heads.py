@@ -34,9 +34,7 @@ class HeadReference:
         self.model = model
 
     @torch.no_grad()
-    def draft(
-        self, tokens: Sequence[int], count: int, missing: Collection[int] = ()
-    ) -> list[int]:
+    def draft(self, tokens: Sequence[int], count: int, missing: Collection[int] = ()) -> list[int]:
         """A chain of drafts behind the tokens.
 
         Args:
@@ -212,7 +210,9 @@ def make_mtp(variant: str, path: Path, *, echoes: bool = False) -> MtpReference:
         "shared_head.head.weight": tensors["lm_head.weight"].clone(),
     }
     save_file(tensors, file, metadata={"format": "pt"})
-    deeper = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    deeper = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    )
     tensors |= {prefix + name: tensor for name, tensor in (extra | shared).items()}
     save_file(tensors, file, metadata={"format": "pt"})
     config = json.loads((path / "config.json").read_text())

@@ -206,7 +206,27 @@ def test_queue_order_flags_reach_the_scheduler() -> None:
         ),
         (
             {"speculative_algorithm": "NGRAM", "speculative_draft_model_path": "d"},
-            "--speculative-draft-model-path d: is for --speculative-algorithm STANDALONE",
+            "--speculative-draft-model-path d: is for --speculative-algorithm STANDALONE or EAGLE3",
+        ),
+        (
+            {"speculative_algorithm": "EAGLE3"},
+            "--speculative-algorithm EAGLE3: give --speculative-draft-model-path, too",
+        ),
+        (
+            {"speculative_algorithm": "NEXTN", "speculative_draft_model_path": "d"},
+            "--speculative-draft-model-path d: is for --speculative-algorithm STANDALONE or EAGLE3",
+        ),
+        (
+            {"speculative_algorithm": "NGRAM", "speculative_num_steps": 3},
+            "--speculative-num-steps 3: is for --speculative-algorithm STANDALONE or EAGLE3",
+        ),
+        (
+            {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 4},
+            "--speculative-eagle-topk 4: drafts are one chain, not a tree; give 1",
+        ),
+        (
+            {"speculative_algorithm": "NEXTN", "tp_size": 2},
+            "--speculative-algorithm NEXTN: heads draft with --tp-size 1 in this version",
         ),
         (
             {
@@ -234,6 +254,12 @@ def test_rules_of_drafts(values: dict[str, object], remedy: str) -> None:
     with pytest.raises(ConfigError) as caught:
         config.build_config(values)
     assert remedy in caught.value.message
+
+
+def test_steps_of_a_head_bound_its_drafts() -> None:
+    flags = {"speculative_algorithm": "NEXTN", "speculative_eagle_topk": 1}
+    assert config.build_config(flags).most_drafts == 16
+    assert config.build_config({**flags, "speculative_num_steps": 3}).most_drafts == 3
 
 
 def test_eviction_policy_without_a_cache_is_refused() -> None:

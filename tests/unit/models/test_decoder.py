@@ -92,3 +92,25 @@ def test_packing_changes_logits_by_rounding_only(tmp_path: Path) -> None:
         last_logits(decoder(tmp_path, "float32", packed=p), prompt, [], []) for p in (True, False)
     )
     torch.testing.assert_close(packed, plain, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("changes", [{}, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_hidden_states_leave_those_of_drawing_rows_as_they_are(
+    tmp_path: Path, dtype: str, changes: dict[str, Any]
+) -> None:
+    model = decoder(tmp_path, dtype, packed=True, **changes)
+    rows = [AttentionRow(list(range(20)), 0, [0, 1]), AttentionRow([7, 8, 9], 0, [2])]
+    batch = build_batch(rows, PAGE_SIZE)
+    kv = make_pool(model.spec.kv_spec(PAGE_SIZE), 3, native=False)
+    attn = CpuAttention(model.spec.attention, kv)
+    model.prepare(batch, attn)
+    plain = model.compute_hidden(batch, attn)
+    size = model.spec.hidden_size
+    hidden, states = model.compute_states(batch, attn, (1, 2))
+    assert torch.equal(hidden, plain)
+    assert states.shape == (23, 2 * size)
+    hidden, last = model.compute_states(batch, attn, (3,))
+    assert torch.equal(hidden, plain)
+    assert last.shape == (23, size)
+    assert torch.equal(last[[19, 22]], plain)
