@@ -7,7 +7,6 @@ from pathlib import Path
 
 from baton.errors import ConfigError
 from baton.models.config_file import ModelConfig, read_model_config
-from baton.models.families import FAMILIES
 from baton.models.families.llama import LlamaFamily
 from baton.models.quantized.methods import read_quantization
 from baton.models.spec.attention import AttentionBlockSpec
@@ -110,8 +109,7 @@ def read_mtp_head(root: Path, target: ModelSpec) -> ModelSpec:
     """The layer behind the others of a checkpoint that predicts one token more. Raises ConfigError
     where there is none."""
     config = read_model_config(root)
-    has_draft_layers = FAMILIES[target.architecture].has_draft_layers
-    if not has_draft_layers or not config.read_index("num_nextn_predict_layers", 0):
+    if not target.has_draft_layers or not config.read_index("num_nextn_predict_layers", 0):
         raise ConfigError(
             f"--speculative-algorithm NEXTN: {config.path} names no layers that draft "
             "(num_nextn_predict_layers); use NGRAM, or a draft model with STANDALONE"
