@@ -1,5 +1,5 @@
-"""Heads that draft from hidden states: what they draft is what transformers' layers make of the same tokens, and no
-answer is another one than without.
+"""Heads that draft from hidden states: what they draft is what transformers' layers make of the
+same tokens, and no answer is another one than without.
 """
 
 from __future__ import annotations
@@ -233,8 +233,8 @@ def test_answers_are_those_without_drafts(eagle3: Drafting, name: str) -> None:
     ids=["small", "host", "no-cache"],
 )  # fmt: skip
 def test_no_draft_reads_an_entry_of_another_text(eagle3: Drafting, flags: dict[str, Any]) -> None:
-    """Pages are evicted, handed to others, copied to the host and back under sequences that are sent back and
-    suspended.
+    """Pages are evicted, handed to others, copied to the host and back under sequences that are
+    sent back and suspended.
     """
     prompts = prompts_of(random.Random(3), LENGTHS)
     reference = Reference(eagle3.path)
@@ -306,7 +306,7 @@ def test_size_and_pages_of_a_head_are_reported(eagle3: Drafting) -> None:
     assert isinstance(info, dict)
     assert info["path"] == eagle3.flags["speculative_draft_model_path"]
     assert info["architecture"] == "LlamaForCausalLMEagle3"
-    # A layer of the head takes what one of the model does, and three drafts have slots of their own.
+    # A layer of the head takes what one of the model does; three drafts have slots of their own.
     layer_bytes = loaded.kv.page_bytes // EAGLE3_LAYERS
     assert info["kv_pool_bytes"] == loaded.kv.num_pages * layer_bytes + 3 * 3 * layer_bytes // 4
 
@@ -335,11 +335,19 @@ def lead_out_of_vocabulary(path: Path) -> None:
     [
         (lambda path: edit_config(path, hidden_size=32), r"hidden_size = 32 .* the model's .* 64"),
         (lambda path: edit_config(path, vocab_size=321), "vocab_size = 321 .* has 320 token ids"),
-        (lambda path: edit_config(path, num_hidden_layers=2), "num_hidden_layers = 2 .* supported: 1"),
-        (lambda path: edit_config(path, architectures=["LlamaForCausalLMEagle"]), "supported: Llama"),
+        (
+            lambda path: edit_config(path, num_hidden_layers=2),
+            "num_hidden_layers = 2 .* supported: 1",
+        ),
+        (
+            lambda path: edit_config(path, architectures=["LlamaForCausalLMEagle"]),
+            "supported: Llama",
+        ),
         (lambda path: edit_config(path, norm_before_residual=True), "norm_before_residual = true"),
         (
-            lambda path: edit_config(path, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 9]}),
+            lambda path: edit_config(
+                path, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 9]}
+            ),
             r"eagle_aux_hidden_state_layer_ids = \[1, 9\] .* layers of the model from 0 to 6",
         ),
         (lambda path: edit_config(path, draft_vocab_size=199), r"lm_head.weight"),
@@ -348,7 +356,7 @@ def lead_out_of_vocabulary(path: Path) -> None:
         (lambda path: drop_tensor(path, "d2t"), rf"drafts {DRAFT_VOCAB} of 320 tokens, and d2t"),
         (lead_out_of_vocabulary, r"d2t leads to tokens \d+ to 599, and the model has 320"),
     ],
-)  # fmt: skip
+)
 def test_damaged_head_is_refused(
     eagle3: Drafting, tmp_path: Path, change: Callable[[Path], None], sentence: str
 ) -> None:

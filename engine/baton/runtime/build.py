@@ -204,15 +204,10 @@ def load_rank(
         model_dir, placed.num_parameters / 1e6, spec.dtype, pages, config.page_size,
         kv.spec.page_dtype, pages * kv.page_bytes / 2**20, threads, time.monotonic() - started,
     )  # fmt: skip
-    draft_model: DraftModel | LoadedHead | None = None
+    draft_model = None
     # The first of several tensor-parallel ranks draws all tokens.
     if draft_spec is not None and shard.rank == 0:
-        if draft_spec.head is None:
-            draft_model = load_draft_model(config, draft_spec, pages)
-        else:
-            draft_root = draft_directory(config, root)
-            draft_model = load_draft_head(config, draft_spec, pages, model, draft_root)
-            runner.head = draft_model.runner
+        draft_model = _load_draft(config, draft_spec, pages, runner, model, root)
     limits = from_config.limits(config, pages, page_groups=kv.spec.rules)
     layout = kv.spec.layout(spec.model_hash)
     if shard.size > 1:
@@ -236,6 +231,22 @@ def load_rank(
     return LoadedModel(
         config, runner, kv, layout, info, longest, host_pages, placed.group, draft_model
     )
+
+
+def _load_draft(
+    config: EngineConfig,
+    spec: ModelSpec,
+    pages: int,
+    runner: ModelRunner,
+    model: ServedModel,
+    root: Path,
+) -> DraftModel | LoadedHead:
+    """What drafts for a model; a head reads along with the model's runner from now on."""
+    if spec.head is None:
+        return load_draft_model(config, spec, pages)
+    head = load_draft_head(config, spec, pages, model, draft_directory(config, root))
+    runner.head = head.runner
+    return head
 
 
 def _pool_info(kv: KvTensors, pages: int, host_pages: int, limits: Limits) -> dict[str, object]:

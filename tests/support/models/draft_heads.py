@@ -1,5 +1,6 @@
-"""Tiny heads that draft, in the files that they are published in, and what they draft: computed by transformers' layers
-over all tokens at once, by the formulas of EAGLE-3 (arXiv 2503.01840) and DeepSeek V3 (arXiv 2412.19437).
+"""Tiny heads that draft, in the files that they are published in, and what they draft: computed by
+transformers' layers over all tokens at once, by the formulas of EAGLE-3 (arXiv 2503.01840) and
+DeepSeek V3 (arXiv 2412.19437).
 """
 
 from __future__ import annotations
@@ -125,11 +126,18 @@ def make_eagle3(model_path: Path, path: Path, **changes: Any) -> Eagle3Reference
     target = model.config
     config = LlamaConfig(
         **{
-            "vocab_size": target.vocab_size, "hidden_size": target.hidden_size, "intermediate_size": 80,
-            "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-            "rms_norm_eps": 1e-5, "max_position_embeddings": 64, **changes,
+            "vocab_size": target.vocab_size,
+            "hidden_size": target.hidden_size,
+            "intermediate_size": 80,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 64,
+            **changes,
         }
-    )  # fmt: skip
+    )
     head = Eagle3Reference(model, config)
     config.save_pretrained(path)
     file = path / "config.json"
@@ -146,7 +154,7 @@ class MtpReference(HeadReference):
         """
         Args:
             deeper: the model and its MTP layer, as one more layer.
-            extra: the tensors that this layer has beside those of others, by the end of their names.
+            extra: the tensors that this layer alone has, by the end of their names.
         """
         super().__init__(model)
         self._layer = deeper.model.layers[-1]
@@ -182,8 +190,8 @@ def make_mtp(variant: str, path: Path, *, echoes: bool = False) -> MtpReference:
     """Write `variant` with an MTP layer behind its layers to directory `path`.
 
     Args:
-        echoes: no layer changes the residual stream, and the MTP layer passes the token on: what it drafts is what the
-            model draws.
+        echoes: no layer changes the residual stream, and the MTP layer passes the token on: what it
+            drafts is what the model draws.
     """
     layers = 2
     make_checkpoint(variant, path, num_hidden_layers=layers + 1, tie_word_embeddings=False)
