@@ -2,7 +2,7 @@
 
     python -m tests.perf.bench_speculation [--model-path DIR] [--speculative-draft-model-path DIR]
         [--rounds N] [--threads N] [--tokens N]
-    python -m tests.perf.bench_speculation --scripted-acceptance 0.8 [--rounds N] [--threads N] [--tokens N]
+    python -m tests.perf.bench_speculation --scripted-acceptance 0.8 [--head] [--rounds N] [--threads N] [--tokens N]
 
 Two engines have the same model, one with --speculative-algorithm NGRAM, or STANDALONE with a draft model. A round
 answers the prompts of a row on each in turn; the answers are compared token by token, and the ratio is of their times,
@@ -17,7 +17,7 @@ taken within a round.
 
 With --scripted-acceptance a random model of 0.6 B parameters has a random draft model of 75 M, which computes all
 that it would, but whose drafts are right with this probability: 1, 4 and 16 answers at once, to short prompts and a
-long one.
+long one. With --head a head of EAGLE-3 takes the place of the draft model.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from baton.runtime.grammar.token_trie import TokenizerSource, build_trie
 from baton.runtime.runner.model_runner import ModelRunner
 from baton.sched.types.plan import AdmittedSeq, Row, StepPlan, StopReason
 from baton.sched.types.request import SamplingParams, ValidatedRequest
-from tests.support.engines.draft_model import script_drafts, with_draft
+from tests.support.engines.draft_model import script_drafts, script_head, with_draft
 from tests.support.engines.engine_run import make_engine
 from tests.support.grammars.engines import follow_grammars, schema_text
 
@@ -251,7 +251,7 @@ DRAFT_SHAPE = {
 RANDOM_VOCAB = 32768
 
 
-def write_shape(path: Path, shape: dict[str, int]) -> Path:
+def write_shape(path: Path, shape: dict[str, Any]) -> Path:
     """A config without weights."""
     path.mkdir()
     config = {
@@ -263,15 +263,27 @@ def write_shape(path: Path, shape: dict[str, int]) -> Path:
     return path
 
 
-def compare_scripted(right: float, rounds: int, threads: int, tokens: int) -> None:
+HEAD_CONFIG = {
+    "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "draft_vocab_size": RANDOM_VOCAB // 4,
+    **TARGET_SHAPE, "num_hidden_layers": 1,
+}  # fmt: skip
+
+
+def compare_scripted(
+    right: float, rounds: int, threads: int, tokens: int, *, is_head: bool
+) -> None:
     with tempfile.TemporaryDirectory() as folder:
         target = write_shape(Path(folder) / "target", TARGET_SHAPE)
-        draft = write_shape(Path(folder) / "draft", DRAFT_SHAPE)
+        draft = write_shape(Path(folder) / "draft", HEAD_CONFIG if is_head else DRAFT_SHAPE)
+        more = with_draft(draft, most=8)
+        if is_head:
+            more["speculative_algorithm"] = "EAGLE3"
         flags: dict[str, Any] = {"load_format": "dummy", "has_grammars": False}
         plain = Arm(target, threads, **flags)
-        drafting = Arm(target, threads, **flags, **with_draft(draft, most=8))
+        drafting = Arm(target, threads, **flags, **more)
     answers: dict[tuple[int, ...], list[int]] = {}
-    script_drafts(drafting.engine, answers, right)
+    script = script_head if is_head else script_drafts
+    script(drafting.engine, answers, right)
     params = SamplingParams(max_new_tokens=tokens, temperature=0.0, ignore_eos=True)
     rng = random.Random(0)
     for name, batch, length in (
@@ -302,6 +314,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128, help="longest answer")
     parser.add_argument("--speculative-draft-model-path", type=Path, help="default: n-grams")
     parser.add_argument("--scripted-acceptance", type=float, help="of random models, 0 to 1")
+    parser.add_argument("--head", action="store_true", help="with --scripted-acceptance")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.scripted_acceptance is not None:
@@ -309,7 +322,9 @@ def main() -> None:
             f"random models, {args.threads} threads, torch {torch.__version__}\n{HEADING}",
             flush=True,
         )
-        compare_scripted(args.scripted_acceptance, args.rounds, args.threads, args.tokens)
+        compare_scripted(
+            args.scripted_acceptance, args.rounds, args.threads, args.tokens, is_head=args.head
+        )
         return
     path: Path = args.model_path
     plain = Arm(path, args.threads)

@@ -1,4 +1,4 @@
-"""Engines with a draft model that drafts in every step it can."""
+"""Engines with a draft model or head that drafts in every step it can."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.runtime.engine_loop import EngineLoop
+from baton.runtime.speculation.head_drafter import DraftRow, DraftStep, HeadDrafter
 from baton.runtime.speculation.model_drafter import TimedResult
 from baton.runtime.speculation.model_speculator import ModelSpeculator
 from baton.sched.types.plan import StepPlan
@@ -27,7 +28,7 @@ def draft_always(engine: EngineLoop) -> EngineLoop:
     """Let drafts count as free, so that the times of this machine decide nothing."""
     assert isinstance(engine.speculator, ModelSpeculator)
     engine.sched.observe = lambda *_: None  # type: ignore[method-assign]
-    times = engine.speculator._model._step_times
+    times = engine.speculator._model._step_times  # type: ignore[attr-defined]
     times.observe = lambda *_: None  # type: ignore[method-assign]
     times.a = 0.0
     times.b = 0.0
@@ -74,3 +75,35 @@ def script_drafts(
         return results
 
     drafter._run_plans = run_scripted
+
+
+def drafter_of(engine: EngineLoop) -> HeadDrafter:
+    """That of an engine with a head."""
+    assert isinstance(engine.speculator, ModelSpeculator)
+    drafter = engine.speculator._model
+    assert isinstance(drafter, HeadDrafter)
+    return drafter
+
+
+def script_head(
+    engine: EngineLoop, answers: Mapping[tuple[int, ...], Sequence[int]], right: float
+) -> None:
+    """`script_drafts` for a head."""
+    drafter = drafter_of(engine)
+    run_drafts = drafter._run_drafts
+    rng = random.Random(0)
+
+    def draw(slot: int, number: int) -> int:
+        (seq,) = [seq for seq in drafter._seqs.values() if seq.slot == slot]
+        answer = answers.get(tuple(seq.req.prompt), ())
+        place = len(seq.tokens) - seq.prompt_len + number
+        token = answer[place] if place < len(answer) else 0
+        return token if rng.random() < right else token ^ 1
+
+    def run_scripted(rows: Sequence[DraftRow]) -> list[DraftStep]:
+        return [
+            step._replace(tokens=[draw(slot, number) for slot in step.slots])
+            for number, step in enumerate(run_drafts(rows))
+        ]
+
+    drafter._run_drafts = run_scripted
