@@ -103,7 +103,7 @@ class HeadDrafter:
             self._pages.fill(table, row.start, row.start + row.n)
             # The state in front of it was computed elsewhere, or there is none.
             if is_first_row:
-                self._pages.clear(table, row.start)
+                self._pages.forget_to(table, row.start)
 
     def warm_up(self) -> None:
         """Draft a few times behind nothing, so that costs are known."""
@@ -128,7 +128,8 @@ class HeadDrafter:
 
     def _make_row(self, seq: Seq, drafts: int) -> DraftRow:
         last = len(seq.tokens) - 1
-        positions = np.flatnonzero(self._pages.read_filled(seq.pages)[:last])
+        filled = self._pages.find_filled(seq.pages)
+        positions = filled[filled < last]
         pages = np.frombuffer(seq.pages, np.int32)[positions // self._page_size]
         entries = pages * self._page_size + positions % self._page_size
         return DraftRow(seq.slot, seq.tokens[last], last, drafts, entries.astype(np.int32))
