@@ -176,10 +176,7 @@ def load_rank(
     spec = model.spec
     context = _context_length(config, spec)
     root = Path(model_dir)
-    draft_spec = read_draft_spec(config, root, spec if isinstance(spec, ModelSpec) else None)
-    if draft_spec is not None:
-        check_draft_vocabulary(config, draft_spec, spec.vocab_size)
-    draft_sizes = DraftModelSizes.of(config, draft_spec, root)
+    draft_spec, draft_sizes = _read_draft(config, root, spec)
     pages = _requested_pages(config, spec, compute, draft_sizes)
     memory = placed.memory
     if memory is not None:
@@ -231,6 +228,15 @@ def load_rank(
     return LoadedModel(
         config, runner, kv, layout, info, longest, host_pages, placed.group, draft_model
     )
+
+
+def _read_draft(
+    config: EngineConfig, root: Path, spec: ServedSpec
+) -> tuple[ModelSpec | None, DraftModelSizes]:
+    draft = read_draft_spec(config, root, spec if isinstance(spec, ModelSpec) else None)
+    if draft is not None:
+        check_draft_vocabulary(config, draft, spec.vocab_size)
+    return draft, DraftModelSizes.of(config, draft, root)
 
 
 def _load_draft(

@@ -250,12 +250,12 @@ def is_ignorable(spec: ModelSpec, source: str) -> bool:
     Some are computed (old rotary tables, a head that equals the embedding), some belong to layers
     that only draft tokens, or to images.
     """
-    if spec.head is not None:
-        return spec.head.is_ignorable(source)
     if source.endswith("rotary_emb.inv_freq") or (spec.tied and source == "lm_head.weight"):
         return True
     if spec.has_other_parts and source.startswith(_OTHER_PARTS):
         return True
+    if spec.head is not None:
+        return spec.head.is_ignorable(source)
     if not spec.has_draft_layers:
         return False
     return source.startswith(_DRAFT_PREFIX) or _layer_number(source) >= spec.num_layers
