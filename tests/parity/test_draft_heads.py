@@ -334,7 +334,8 @@ def test_damaged_head_is_refused(
     for file in Path(str(eagle3.flags["speculative_draft_model_path"])).iterdir():
         (head / file.name).write_bytes(file.read_bytes())
     flags = {**eagle3.flags, "speculative_draft_model_path": str(head)}
-    config = build_config({"model_path": str(eagle3.path), **flags})
+    # Whatever the device turns out to be, files are checked before ranks start.
+    config = build_config({"model_path": str(eagle3.path), "device": "auto", **flags})
     check_checkpoint(config, eagle3.path)
     change(head)
     with pytest.raises(ConfigError, match=sentence):

@@ -76,6 +76,7 @@ def check_checkpoint(config: EngineConfig, path: Path, nodes: int = 1) -> None:
     draft = read_draft_spec(config, path, spec)
     if draft is not None:
         check_draft_vocabulary(config, draft, spec.vocab_size)
+    draft_sizes = DraftModelSizes.of(config, draft, path)
     share_of(spec, Shard(0, config.tp_size, divides_experts=config.ep_size > 1))
     weights = weight_bytes(spec)
     if config.load_format != "dummy":
@@ -83,7 +84,6 @@ def check_checkpoint(config: EngineConfig, path: Path, nodes: int = 1) -> None:
     if config.device == "cpu":
         states = sum(state.state_bytes(spec.dtype) for state in spec.states.values())
         token_bytes = spec.kv_spec(config.page_size).token_bytes
-        draft_sizes = DraftModelSizes.of(config, draft, path)
         _check_memory(config, weights, token_bytes, nodes, draft_sizes, states=states)
 
 
