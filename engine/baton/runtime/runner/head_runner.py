@@ -1,8 +1,9 @@
 """Computes a head that drafts, beside the runner of the model that it drafts for.
 
 1. `compute_model` computes a step of the model and returns its hidden states, too;
-2. `extend` stores the entries of the step's tokens, and keeps the last state of each slot;
-3. `draft` makes drafts one after the other, while no step is in flight.
+2. `extend` takes them over; entries are stored for some tokens at a time, since that reads the
+   head's matrices once;
+3. `draft` stores the others, and makes drafts one after the other, while no step is in flight.
 
 The entry of position p is made of token p and of the model's state behind token p - 1. Its K and V
 lie in the head's pool where those of token p lie in the model's: the head has pages of one token,
@@ -32,6 +33,9 @@ from baton.models.draft_head import DraftHead
 from baton.runtime.runner.step_inputs import StepArrays, StepInputs
 from baton.runtime.sampling.step_sampler import choose_greedy
 from baton.runtime.speculation.head_drafter import DraftRow, DraftStep
+
+MOST_WAITING_TOKENS = 32
+"""Entries of as many are stored together: so many rows of a matrix take little longer than one."""
 
 
 class ScratchSlots(NamedTuple):
@@ -63,6 +67,8 @@ class HeadRunner:
         self._states = torch.zeros(max_slots, head.spec.hidden_size, dtype=dtype)
         """Behind the last token but one of each slot's sequence: an entry of the last one is made
         of it."""
+        self._waiting: list[_ModelStep] = []
+        self._waiting_tokens = 0
 
     def compute_model(self, batch: ForwardBatch, attn: AttentionBackend) -> tuple[Tensor, Tensor]:
         """The model's `compute_hidden`, and the states that the head reads."""
@@ -71,40 +77,52 @@ class HeadRunner:
     def extend(
         self, step: StepInputs, arrays: StepArrays, states: Tensor, runs: Sequence[int]
     ) -> None:
-        """Store the entries of a step's tokens.
+        """Take over a step of the model.
 
         Args:
             states: the model's, of all tokens.
-            runs: StepResult.runs: rejected drafts are stored too, and overwritten later.
+            runs: StepResult.runs.
         """
-        reduced = self._head.reduce_states(states)
-        firsts = arrays.qo_indptr[:-1].astype(np.int64)
-        before = np.arange(-1, len(reduced) - 1)
-        before[firsts] = len(reduced) + step.slots
-        begun = [growth.slot for growth in step.growth if growth.base == 0]
-        has_state = np.ones(len(reduced), np.bool_)
-        # A sequence's first row here: the slot's state is that of its last owner.
-        has_state[firsts[np.isin(step.slots, begun)]] = False
-        kept = np.flatnonzero(has_state)
-        if len(kept):
-            known = torch.cat((reduced, self._states))
-            batch = _single_tokens(arrays, kept)
-            self._head.store(batch, self._attn, known[torch.from_numpy(before[kept])])
-        ends = arrays.qo_indptr[1:].astype(np.int64) - 1
-        if runs:
-            drawing = np.flatnonzero(step.samples)
-            ends[drawing] -= step.count_draws()[drawing] - np.array(runs)
-        self._states[torch.from_numpy(step.slots)] = reduced[torch.from_numpy(ends)]
+        self._waiting.append(_ModelStep(step, arrays, states, runs))
+        self._waiting_tokens += len(states)
+        if self._waiting_tokens >= MOST_WAITING_TOKENS:
+            self._store_entries()
+
+    def _store_entries(self) -> None:
+        """Store the entries of all tokens that wait, and keep the last state of each slot."""
+        waiting = self._waiting
+        self._waiting = []
+        self._waiting_tokens = 0
+        if not waiting:
+            return
+        reduced = self._head.reduce_states(torch.cat([each.states for each in waiting]))
+        known = torch.cat((self._states, reduced))
+        last = np.arange(len(self._states))
+        """By slot: place of its last state in `known`."""
+        place = len(last)
+        found = []
+        for each in waiting:
+            found.append(each.find_entries(last, place))
+            place += len(each.states)
+        self._states = known[torch.from_numpy(last)]
+        entries = _Entries(*map(np.concatenate, zip(*found, strict=True)))
+        # A page may have got another owner in the meantime: the last one's entry counts.
+        _, from_end = np.unique(entries.slots[::-1], return_index=True)
+        entries = _Entries(*(part[::-1][from_end] for part in entries))
+        if len(entries.slots):
+            states = known[torch.from_numpy(entries.places)]
+            self._head.store(_single_tokens(entries), self._attn, states)
 
     @torch.inference_mode()
     def draft(self, rows: Sequence[DraftRow]) -> list[DraftStep]:
         """Draft for each row, its most likely token and then the next."""
         steps = []
+        started = time.monotonic()
+        self._store_entries()
         left = list(rows)
         tokens = [row.token for row in left]
         states = self._states[[row.slot for row in left]]
         for number in range(max(row.drafts for row in rows)):
-            started = time.monotonic()
             places = [place for place, row in enumerate(left) if row.drafts > number]
             if len(places) < len(left):
                 left = [left[place] for place in places]
@@ -113,8 +131,9 @@ class HeadRunner:
             batch = self._make_batch(left, tokens, number)
             logits, states = self._head.draft(batch, self._attn, states)
             drafted = self._head.choose_tokens(choose_greedy(logits.float())).tolist()
-            seconds = time.monotonic() - started
-            steps.append(DraftStep([row.slot for row in left], drafted, seconds))
+            ended = time.monotonic()
+            steps.append(DraftStep([row.slot for row in left], drafted, ended - started))
+            started = ended
             # One without a most likely token ends the drafts that count.
             tokens = [max(token, 0) for token in drafted]
         return steps
@@ -143,22 +162,68 @@ class HeadRunner:
         )
 
 
-def _single_tokens(arrays: StepArrays, kept: NDArray[np.int64]) -> ForwardBatch:
+class _Entries(NamedTuple):
+    """Of tokens whose preceding state is known."""
+
+    token_ids: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    slots: NDArray[np.int64]
+    places: NDArray[np.int64]
+    """Of the states that they are made of, in `HeadRunner._store_entries`."""
+
+
+class _ModelStep(NamedTuple):
+    """A step of the model whose entries are yet to be stored."""
+
+    step: StepInputs
+    arrays: StepArrays
+    states: Tensor
+    runs: Sequence[int]
+
+    def find_entries(self, last: NDArray[np.int64], place: int) -> _Entries:
+        """
+        Args:
+            last: by slot, the place of its last state; becomes that behind this step.
+            place: of this step's first state.
+        """
+        step = self.step
+        arrays = self.arrays
+        tokens = np.arange(len(self.states))
+        firsts = arrays.qo_indptr[:-1].astype(np.int64)
+        before = place + tokens - 1
+        before[firsts] = last[step.slots]
+        # Rejected drafts are no tokens of their sequence.
+        lengths = step.lengths.copy()
+        if self.runs:
+            drawing = np.flatnonzero(step.samples)
+            lengths[drawing] -= step.count_draws()[drawing] - np.array(self.runs)
+        has_entry = tokens < np.repeat(firsts + lengths, step.lengths)
+        # In front of a sequence's first row here the slot's state is that of its last owner.
+        begun = [growth.slot for growth in step.growth if growth.base == 0]
+        has_entry[firsts[np.isin(step.slots, begun)]] = False
+        last[step.slots] = place + firsts + lengths - 1
+        kept = np.flatnonzero(has_entry)
+        return _Entries(
+            arrays.token_ids[kept], arrays.positions[kept], arrays.slot_mapping[kept], before[kept]
+        )
+
+
+def _single_tokens(entries: _Entries) -> ForwardBatch:
     """Tokens as rows of their own: K and V of an entry are made of nothing but its token and state,
     and what attention finds is not read."""
-    slots = arrays.slot_mapping[kept]
+    count = len(entries.slots)
     # The state of the token in front turns as that token did.
-    positions = arrays.positions[kept] - 1
-    places = torch.arange(len(kept) + 1, dtype=torch.int32)
+    positions = entries.positions - 1
+    places = torch.arange(count + 1, dtype=torch.int32)
     return ForwardBatch(
-        token_ids=torch.from_numpy(arrays.token_ids[kept]),
+        token_ids=torch.from_numpy(entries.token_ids),
         positions=torch.from_numpy(positions),
-        slot_mapping=torch.from_numpy(slots),
+        slot_mapping=torch.from_numpy(entries.slots),
         sample_index=torch.arange(0),
         qo_indptr=places,
-        kv_lens=torch.ones(len(kept), dtype=torch.int32),
+        kv_lens=torch.ones(count, dtype=torch.int32),
         page_indptr=places,
-        page_indices=torch.from_numpy(slots.astype(np.int32)),
-        num_decode=len(kept),
+        page_indices=torch.from_numpy(entries.slots.astype(np.int32)),
+        num_decode=count,
         max_kv_len=int(positions.max()) + 1,
     )
