@@ -35,7 +35,8 @@ from baton.runtime.sampling.step_sampler import choose_greedy
 from baton.runtime.speculation.head_drafter import DraftRow, DraftStep
 
 MOST_WAITING_TOKENS = 32
-"""Entries of as many are stored together: so many rows of a matrix take little longer than one."""
+"""Entries of so many are stored together, because a matrix takes little longer for as many rows than
+for one."""
 
 
 class ScratchSlots(NamedTuple):
