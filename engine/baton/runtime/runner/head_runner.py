@@ -35,8 +35,7 @@ from baton.runtime.sampling.step_sampler import choose_greedy
 from baton.runtime.speculation.head_drafter import DraftRow, DraftStep
 
 MOST_WAITING_TOKENS = 32
-"""Entries of so many are stored together, because a matrix takes little longer for as many rows than
-for one."""
+"""Entries of so many are stored together: a matrix takes little longer for 32 rows than for one."""
 
 
 class ScratchSlots(NamedTuple):
