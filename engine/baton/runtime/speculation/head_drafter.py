@@ -1,9 +1,10 @@
 """Drafts by a head that reads hidden states of the model (runtime.runner.head_runner).
 
-The head's entries are stored as the model computes: there is nothing to catch up with. `on_planned` writes
-down which slots will have one, page by page and generation by generation as for a draft model
-(draft_pages), before the step is executed. Of a prompt that another node computed, or of pages that
-came back from the host, there are none here, and drafts follow from the tokens behind them.
+The head's entries are stored as the model computes: there is nothing to catch up with. `on_planned`
+writes down which slots will have one, page by page and generation by generation as for a draft
+model (draft_pages), before the step is executed. Of a prompt that another node computed, or of
+pages that came back from the host, there are none here, and drafts follow from the tokens behind
+them.
 
 Invariant: an entry that a page is said to have was stored for the tokens that all users of the page
 have there. Those of rejected drafts stand behind the end of their sequence, and are overwritten by
