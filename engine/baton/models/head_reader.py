@@ -108,7 +108,7 @@ def _read_state_layers(config: ModelConfig, layers: int) -> tuple[int, ...]:
 def read_mtp_head(root: Path, target: ModelSpec) -> ModelSpec:
     """The layer behind the others of a checkpoint that predicts one token more. Raises ConfigError
     where there is none."""
-    config = read_model_config(root)
+    config = read_model_config(root).text_part()
     if not target.has_draft_layers or not config.read_index("num_nextn_predict_layers", 0):
         raise ConfigError(
             f"--speculative-algorithm NEXTN: {config.path} names no layers that draft "
