@@ -39,6 +39,7 @@ bench: setup ## ratios of interleaved arms, the quick ones; the long ones and al
 	$(py)python -m tests.perf.bench_kernels
 	$(py)python -W ignore -m tests.perf.bench_experts
 	$(py)python -W ignore -m tests.perf.bench_quantized
+	$(py)python -W ignore -m tests.perf.bench_speculation --rounds 2
 	$(py)python -W ignore -m tests.perf.bench_sched
 	$(py)python -W ignore -m tests.perf.grammars.bench_masks --rounds 5
 	$(py)python -m tests.perf.bench_front --rounds 1
