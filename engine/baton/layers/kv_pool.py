@@ -82,8 +82,8 @@ def asked_pages(
     None: as many as fit.
 
     Args:
-        draft_page_bytes: what each page takes beside its own bytes, for a draft model.
-        draft_scratch_bytes: what a draft model takes beside its pages.
+        draft_page_bytes: what each page takes beside its own bytes, for a draft model or head.
+        draft_scratch_bytes: what a draft model or head takes beside its pages.
     Raises ConfigError when that is fewer than two pages.
     """
     page_size = spec.full_group.page_tokens

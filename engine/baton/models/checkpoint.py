@@ -192,7 +192,7 @@ def check_draft_vocabulary(config: EngineConfig, draft: ModelSpec, vocab_size: i
 
 @dataclass(frozen=True, slots=True)
 class DraftModelSizes:
-    """Memory that a draft model takes in a rank [bytes]."""
+    """Memory that a draft model or head takes in a rank [bytes]."""
 
     weights: int = 0
     page_bytes: int = 0
@@ -202,7 +202,7 @@ class DraftModelSizes:
 
     @staticmethod
     def of(config: EngineConfig, draft: ModelSpec | None, model_dir: Path) -> DraftModelSizes:
-        """Checks the files of the draft model on the way, and raises ConfigError."""
+        """Checks the files of what drafts on the way, and raises ConfigError."""
         if draft is None:
             return NO_DRAFT_MODEL
         root = draft_directory(config, model_dir)

@@ -143,7 +143,7 @@ def _check_fp8_cache(layers: tuple[LayerSpec, ...]) -> None:
 
 
 def _refuse_gpu(config: ModelConfig, architecture: str, layers: tuple[LayerSpec, ...]) -> None:
-    """Raise ConfigError for blocks that have no kernels on GPUs, or have never run on one."""
+    """Raise ConfigError for blocks that have no kernels on GPUs."""
     if any(isinstance(layer.attention, DeltaBlockSpec) for layer in layers):
         config.refuse("architectures", [architecture], "states of sequences need --device cpu")
 

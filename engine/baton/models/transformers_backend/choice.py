@@ -92,7 +92,12 @@ def _check_served(config: EngineConfig, model_config: ModelConfig) -> None:
             "and code of a checkpoint is not executed",
         )
     if model_config.get("text_config") is not None:
-        model_config.refuse("text_config", "…", "models with several parts are not served")
+        model_config.refuse(
+            "text_config",
+            "…",
+            "modules compute models of one part; blocks of this engine serve the text part of some "
+            "(docs/models.md)",
+        )
     if model_config.read_flag("is_encoder_decoder", False):
         model_config.refuse("is_encoder_decoder", True, "cross attention is not served")
     refuse_indexer(model_config)

@@ -213,7 +213,7 @@ RANK = (
     ),
     _counter(
         "spec_decode_spent_seconds",
-        "time that drafted tokens took, by the same estimate, and a draft model to make them",
+        "time that drafted tokens took, by the same estimate, and a model or head to make them",
     ),
     _histogram(
         "priority_waiting_time_seconds",
