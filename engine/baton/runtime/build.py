@@ -36,7 +36,7 @@ from baton.models.decoder import Decoder
 from baton.models.load import OnProgress, load_weights
 from baton.models.served import ServedModel, ServedSpec
 from baton.models.spec.model import ModelSpec, share_of, weight_bytes
-from baton.models.spec_reader import read_spec
+from baton.models.spec_reader import find_gpu_obstacle, read_spec
 from baton.models.transformers_backend.choice import choose_impl
 from baton.runtime import device
 from baton.runtime.draft_model import (
@@ -327,7 +327,9 @@ def _load_native(
     on_progress: OnProgress,
 ) -> _PlacedModel:
     """Blocks of our own, of which a rank computes its share."""
-    compute = device.resolve_device(config, shard.rank)
+    # The CPU has kernels for everything.
+    obstacle = None if config.device == "cpu" else find_gpu_obstacle(model_dir)
+    compute = device.resolve_device(config, shard.rank, obstacle)
     whole_spec = _read_spec(config, model_dir, compute, shard)
     group = None
     if place is not None:

@@ -36,15 +36,20 @@ def no_cuda() -> str | None:
     )
 
 
-def resolve_device(config: EngineConfig, tp_rank: int = 0) -> torch.device:
+def resolve_device(
+    config: EngineConfig, tp_rank: int = 0, obstacle: str | None = None
+) -> torch.device:
     """The device of --device: tensor-parallel rank i computes on the i-th CUDA device. `auto` takes
     CUDA where there is one and nothing asked for is in its way.
 
+    Args: `obstacle`: what of the model has no kernels on GPUs; None: everything has some.
     Raises ConfigError when the device is not there, or cannot do what the other flags ask.
     """
     if config.device == "cpu":
         return torch.device("cpu")
     problem = no_cuda() or _beyond_cuda(config)
+    if problem is None and obstacle is not None:
+        problem = f"{obstacle} have no kernels there"
     if problem is None:
         if config.tp_size > 1:
             torch.cuda.set_device(tp_rank)
@@ -70,6 +75,8 @@ def _beyond_cuda(config: EngineConfig) -> str | None:
             f"--tp-size {config.tp_size} needs as many CUDA devices, torch finds "
             f"{torch.cuda.device_count()}"
         )
+    if config.speculative_algorithm is not None:
+        return "tokens are drafted on the CPU alone; leave --speculative-algorithm out"
     if config.attention_backend == "cpu":
         return "the kernels of --attention-backend cpu work in host memory; use auto"
     if config.attention_backend != "torch" and (missing := flashinfer_loader.find_obstacle()):

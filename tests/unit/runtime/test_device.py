@@ -23,12 +23,14 @@ from baton.errors import ConfigError
 from baton.layers.attention.base import ForwardBatch
 from baton.layers.kv_pool import make_pool
 from baton.models.decoder import Decoder
+from baton.models.spec_reader import find_gpu_obstacle
 from baton.runtime import device
 from baton.runtime.runner.cuda_runner import DeviceRunner
 from baton.runtime.sampling import step_sampler
 from baton.sched.types.plan import UNKNOWN_TOKEN, AdmittedSeq, Row, StepPlan, StopReason
 from baton.sched.types.request import SamplingParams
 from tests.support.models import tiny_model
+from tests.support.models.checkpoints import variant_config
 from tests.support.models.model_loop import forward_all
 from tests.support.models.whole_model import load_model
 from tests.support.probes import RunnerProbe
@@ -97,6 +99,20 @@ def test_flags_only_for_cpus_are_refused_on_cuda(flags: dict[str, object], messa
     with pytest.raises(ConfigError, match=f"--device cuda: .*{message}"):
         resolve(device="cuda", **flags)
     assert resolve(device="auto", **flags) == torch.device("cpu")
+
+
+@pytest.mark.usefixtures("cuda")
+def test_auto_takes_the_cpu_for_what_has_no_kernels_on_gpus(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    assert resolve(device="auto", speculative_algorithm="NGRAM") == torch.device("cpu")
+    assert "tokens are drafted on the CPU alone" in caplog.text
+    variant_config("qwen3-next").save_pretrained(tmp_path)
+    obstacle = find_gpu_obstacle(tmp_path)
+    auto = config.build_config({"device": "auto"})
+    assert device.resolve_device(auto, 0, obstacle) == torch.device("cpu")
+    assert "states of sequences have no kernels there; the CPU is used instead" in caplog.text
+    assert find_gpu_obstacle(tiny_model.make(tmp_path / "llama")) is None
 
 
 @pytest.mark.usefixtures("cuda")
