@@ -115,7 +115,8 @@ class ModelConfig:
         nested = self.values.get("text_config")
         if not isinstance(nested, dict):
             return self
-        shared = {name: self.values[name] for name in _OF_ALL_PARTS if name in self.values}
+        # To transformers null there leaves the text part's own.
+        shared = {name: value for name in _OF_ALL_PARTS if (value := self.get(name)) is not None}
         return ModelConfig(self.path, nested | shared)
 
 

@@ -54,9 +54,13 @@ def test_end_of_sequence_ids_of_all_files_count(path: Path) -> None:
 
 
 def test_multimodal_configs_keep_the_text_part_apart(path: Path) -> None:
-    edit(path / "config.json", text_config={"max_position_embeddings": 77, "eos_token_id": 5})
+    text = {"max_position_embeddings": 77, "eos_token_id": 5}
+    edit(path / "config.json", text_config=text)
     facts = load(path)
-    assert (facts.context_length, facts.eos_token_ids) == (77, (5,))
+    # What the whole says of its answers' end goes first, as in transformers.
+    assert (facts.context_length, facts.eos_token_ids) == (77, (1,))
+    edit(path / "config.json", eos_token_id=None)
+    assert load(path).eos_token_ids == (5,)
 
 
 def test_yarn_lengthens_the_context_that_flags_may_ask_for(path: Path) -> None:
