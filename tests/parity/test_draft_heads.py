@@ -168,6 +168,20 @@ def test_drafts_behind_a_prefix_that_was_found_leave_out_one_entry(eagle3: Draft
     check_drafts(chains, eagle3.head)
 
 
+def test_drafts_behind_pages_that_a_prompt_adopts_leave_out_one_entry_more(
+    eagle3: Drafting,
+) -> None:
+    """Both prompts are computed in parts, in turns, and each goes on behind what the other did."""
+    shared = list(range(40, 88))
+    flags = {"page_size": 4, "chunked_prefill_size": 32, "long_prefill_token_threshold": 16}
+    engine = draft_always(make_engine(eagle3.path, **flags, **eagle3.flags))
+    chains = watch_drafts(engine)
+    answer(engine, [[*shared, 1, 2], [*shared, 3, 4, 5]], greedy(8))
+    engine.close()
+    assert any(len(chain.missing) > 2 for chain in chains)
+    check_drafts(chains, eagle3.head)
+
+
 @pytest.mark.parametrize("name", sorted(SAMPLING))
 def test_answers_are_those_without_drafts(eagle3: Drafting, name: str) -> None:
     params = SAMPLING[name]

@@ -8,8 +8,8 @@
 The entry of position p is made of token p and of the model's state behind token p - 1. Its K and V
 lie in the head's pool where those of token p lie in the model's: the head has pages of one token,
 numbered as the model's slots. So what the tree shares is shared here, and an entry may be missing:
-that of a sequence's first token here, whose state was computed by another sequence or node, if at
-all. Attention leaves it out.
+one whose state another sequence or node computed, if any did. That is a sequence's first token
+here, and the first one behind pages that its prompt adopted. Attention leaves it out.
 
 Entries of drafts lie in slots of their own behind these: they are not kept, because the model's
 step stores those that were right, of the model's own states.

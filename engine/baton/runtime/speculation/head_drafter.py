@@ -67,6 +67,8 @@ class HeadDrafter:
         self._max_context = max_context
         self._tables: dict[int, array[int]] = {}
         """Pages of the sequence in each slot of the runner."""
+        self._ends: dict[int, int] = {}
+        """Where the last row in each slot ended, with its drafts."""
         self._seqs: dict[int, Seq] = {}
         self._step_times = StepTimeFit()
         """Of a drafting step, by rows."""
@@ -102,9 +104,11 @@ class HeadDrafter:
             table = self._tables[row.slot]
             table.extend(row.pages)
             self._pages.fill(table, row.start, row.start + row.n)
-            # The state in front of it was computed elsewhere, or there is none.
-            if is_first_row:
+            # The state in front of it was computed elsewhere, or there is none; or another sequence
+            # has computed tokens of the prompt since its last part.
+            if is_first_row or row.start > self._ends[row.slot]:
                 self._pages.forget_to(table, row.start)
+            self._ends[row.slot] = row.start + row.n
 
     def warm_up(self) -> None:
         """Draft a few times behind nothing, so that costs are known."""

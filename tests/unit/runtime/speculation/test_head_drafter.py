@@ -94,6 +94,17 @@ def test_found_prefix_keeps_its_entries(setup: Setup) -> None:
     assert setup.entries(second) == [*range(1, 8), *range(9, 13)]
 
 
+def test_token_behind_pages_that_a_prompt_adopts_has_no_entry(setup: Setup) -> None:
+    """Between two parts of a prompt another sequence computed the tokens behind the first part."""
+    first = setup.start(0, 9)
+    setup.compute(first, 0, 8)
+    second = setup.start(1, 14, setup.take_pages(1))
+    setup.compute(second, 0, 4)
+    second.pages.extend(first.pages[1:2] + setup.take_pages(2))
+    setup.compute(second, 8, 13)
+    assert setup.entries(second) == [*range(1, 8), *range(9, 13)]
+
+
 def test_prompt_of_another_node_has_no_entries(setup: Setup) -> None:
     seq = setup.start(0, 14)
     setup.compute(seq, 9, 13)
