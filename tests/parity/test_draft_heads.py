@@ -40,6 +40,7 @@ from tests.support.models.draft_heads import (
     make_eagle3,
     make_mtp,
 )
+from tests.support.models.quantized_checkpoints import quantize
 
 pair_module = pytest.importorskip(
     "tests.support.engines.pair", reason="needs the native module: make setup", exc_type=ImportError
@@ -385,3 +386,17 @@ def test_missing_tensors_of_an_mtp_layer_are_named(echo: Drafting, tmp_path: Pat
     config = build_config({"model_path": str(tmp_path), **MTP})
     with pytest.raises(ConfigError, match=r"model\.layers\.2\.eh_proj"):
         check_checkpoint(config, tmp_path)
+
+
+def test_quantized_checkpoint_may_leave_the_join_plain_without_listing_it(
+    echo: Drafting, tmp_path: Path
+) -> None:
+    """As DeepSeek V3's does."""
+    path, _ = quantize(echo.path, "fp8-block", tmp_path)
+    file = path / "model.safetensors"
+    name = "model.layers.2.eh_proj.weight"
+    tensors = load_file(file)
+    del tensors[f"{name}_scale_inv"]
+    plain = load_file(echo.path / "model.safetensors")[name]
+    save_file(tensors | {name: plain}, file, metadata={"format": "pt"})
+    check_checkpoint(build_config({"model_path": str(path), **MTP}), path)

@@ -44,7 +44,7 @@ CPU_POOL_MIB = 128
 says more."""
 GIB = 2**30
 _SHOWN = 8
-_OFTEN_PLAIN = ("embed", "lm_head", "router", "shared_gate", "gates", "conv")
+_OFTEN_PLAIN = ("embed", "lm_head", "router", "shared_gate", "gates", "conv", "join")
 """Matrices that quantized checkpoints mostly leave plain, without listing them."""
 
 _LOOKED_UP = ("embed", "shared_gate")
