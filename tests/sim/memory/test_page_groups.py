@@ -107,6 +107,22 @@ def test_rolling_snapshot_goes_before_a_request_is_retracted() -> None:
     assert node.sched.report.counters()["retractions_total"] == 0
 
 
+def test_rolling_snapshots_of_answers_leave_room_for_those_of_prompts() -> None:
+    """Two answers whose snapshots would fill the share, and prompts that come beside them."""
+    rule = GroupRule("state", 10_000, 5, 4)
+    node = Node(limits_of(200, (rule,), state_snapshot_share=0.05), depth=1)
+    for handle in range(2):
+        node.sched.add(request(handle, [handle] * 5, 120, ignore_eos=True))
+    for _ in range(20):
+        node.step()
+    prompt = [n % 5 for n in range(22)]
+    for handle in (2, 3):
+        node.sched.add(request(handle, prompt, 1, ignore_eos=True))
+        for _ in range(8):
+            node.step()
+    assert node.cached == {0: 0, 1: 0, 2: 0, 3: 20}
+
+
 def test_prompt_beside_one_that_begins_alike_leaves_its_end() -> None:
     """The tree has the tokens of either without a snapshot in front of the other."""
     node = Node(limits_of(400, (GroupRule("state", 10_000, 5, 64),)), depth=2)

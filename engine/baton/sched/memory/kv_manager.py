@@ -730,7 +730,7 @@ class KvManager:
         if held.pages[place * group.width] != NO_PAGE:
             return self._states_index, place, array("i")
         if not held.rolling:
-            pages = self._allocate_snapshot(group)
+            pages = None if self._has_most_rolling else self._allocate_snapshot(group)
             if pages is None:
                 return self._states_index, place, array("i")
             held.rolling = pages
@@ -740,6 +740,16 @@ class KvManager:
         self._rolling.pop(seq.handle, None)
         self._rolled.append(seq)
         return self._states_index, place, held.rolling
+
+    @property
+    def _has_most_rolling(self) -> bool:
+        """Whether rolling snapshots have half of the share: no other snapshot evicts them, and
+        running answers that had all of it would leave none to prompts.
+        """
+        assert self._states is not None, "models with states have rolling snapshots"
+        width = self._states.width
+        count = len(self._rolling) + len(self._rolled)
+        return count > 0 and 2 * (count + 1) * width > self._most_snapshot_pages
 
     def _keep_newest(self, seq: Seq, group: GroupPages, position: int) -> None:
         """Keep the newest snapshot that the tree does not take from a running sequence as its
