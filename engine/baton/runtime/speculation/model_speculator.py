@@ -106,7 +106,7 @@ class ModelSpeculator(Speculator):
     def _expect(self, followed: FollowedSeq) -> DraftOffer:
         """An offer of as many drafts as there may be, which are not known yet."""
         tokens = array("i", bytes(4 * self._limit(followed.seq)))
-        return self._make_offer(followed, tokens, followed.acceptance.share)
+        return self._make_offer(followed, tokens, followed.share)
 
     def _can_draft(self, seq: Seq) -> bool:
         # A sequence that was sent back has no pages for its tokens yet.

@@ -27,7 +27,8 @@ from baton.runtime.speculation.acceptance import (
     FIRST_SHARE,
     RANK_MEMORY,
     SEQ_MEMORY,
-    Acceptance,
+    STREAKS,
+    AcceptanceByStreak,
     compare_drafts,
 )
 from baton.runtime.speculation.drafter import Drafter
@@ -66,9 +67,16 @@ class FollowedSeq:
     seq: Seq
     known: int
     """Tokens of it that the drafter knows."""
-    acceptance: Acceptance
+    acceptance: AcceptanceByStreak
+    streak: int = 0
+    """Drafts that came true since the last one that did not."""
     proposal: array[int] = field(default_factory=lambda: array("i"))
     """Made behind the first `known` tokens."""
+
+    @property
+    def share(self) -> float:
+        """Expected share of the next drafts that are drawn where those in front of them were."""
+        return self.acceptance.share(self.streak)
 
 
 class Speculator:
@@ -77,7 +85,7 @@ class Speculator:
         self._most = most_drafts
         self._constraints = constraints
         self._followed: dict[int, FollowedSeq] = {}
-        self._acceptance = Acceptance(FIRST_SHARE, RANK_MEMORY)
+        self._acceptance = AcceptanceByStreak([FIRST_SHARE] * len(STREAKS), RANK_MEMORY)
         """Of all sequences: what is expected of a new one."""
         self._steps_to_look = 0
         self._steps_to_linger = 0
@@ -123,7 +131,7 @@ class Speculator:
             if not tokens and followed.seq.req.params.is_constrained:
                 tokens = HOPED_FOR
             if tokens:
-                offers.append(self._make_offer(followed, tokens, followed.acceptance.share))
+                offers.append(self._make_offer(followed, tokens, followed.share))
         return offers
 
     def _on_look(self, answering: Sequence[Seq]) -> None:
@@ -137,7 +145,7 @@ class Speculator:
         for followed in self._propose(answering):
             seq = followed.seq
             tokens = followed.proposal
-            acceptance = followed.acceptance.share
+            acceptance = followed.share
             if seq.req.params.is_constrained:
                 # The slot's grammar is still that of its last owner.
                 if not seq.pages_sent_to_runner:
@@ -181,7 +189,7 @@ class Speculator:
         followed = self._followed.get(seq.handle)
         if followed is None:
             self._drafter.start(seq)
-            acceptance = Acceptance(self._acceptance.share, SEQ_MEMORY)
+            acceptance = AcceptanceByStreak(self._acceptance.shares, SEQ_MEMORY)
             followed = self._followed[seq.handle] = FollowedSeq(seq, len(seq.tokens), acceptance)
             return followed
         self._take_over_tokens(followed)
@@ -192,8 +200,9 @@ class Speculator:
         if not came:
             return
         right, trials = compare_drafts(followed.proposal, came)
-        followed.acceptance.learn(right, trials)
-        self._acceptance.learn(right, trials)
+        for acceptance in (followed.acceptance, self._acceptance):
+            acceptance.learn(followed.streak, right, trials)
+        followed.streak = followed.streak + right if right == trials else 0
         followed.proposal = array("i")
         followed.known += len(came)
         self._drafter.append(followed.seq.handle, came)
