@@ -7,7 +7,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from baton.runtime.speculation.acceptance import Acceptance, compare_drafts
+from baton.runtime.speculation.acceptance import (
+    STREAKS,
+    Acceptance,
+    AcceptanceByStreak,
+    compare_drafts,
+)
 from baton.runtime.speculation.speculator import LINGER, LOOK_INTERVAL, Speculator
 from baton.sched.types.plan import StepPlan, StopReason
 from baton.sched.types.request import SamplingParams, ValidatedRequest
@@ -100,6 +105,20 @@ def test_a_new_sequence_is_expected_to_do_as_the_last_ones() -> None:
     assert offer.acceptance < 0.1
     offers = speculator.make_offers([sequence(1)])
     assert offers[0].acceptance < 0.2
+
+
+def test_share_of_an_answer_that_copies_is_not_that_of_its_other_parts() -> None:
+    acceptance = AcceptanceByStreak([0.5] * len(STREAKS), 0.995)
+    for _ in range(40):
+        acceptance.learn(0, 0, 1)  # wrong at once
+        acceptance.learn(0, 12, 13)  # twelve of a copied text, and its end
+    assert acceptance.share(0) < 0.55
+    assert acceptance.share(1) > 0.9
+    assert acceptance.share(11) == acceptance.share(8) < acceptance.share(7)
+    # What follows longer streaks is not less sure than what was seen of shorter ones.
+    fresh = AcceptanceByStreak([0.5] * len(STREAKS), 0.995)
+    fresh.learn(0, 4, 4)
+    assert fresh.share(8) >= fresh.share(4) >= fresh.share(1) > 0.6
 
 
 def test_proposals_are_compared_whether_they_were_drafted_or_not() -> None:
