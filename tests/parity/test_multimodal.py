@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from baton.errors import ConfigError
 from baton.models.checkpoint import check_files
+from baton.models.config_file import read_model_config
 from baton.models.families.multimodal import MULTIMODAL
 from baton.models.spec_reader import find_architecture, read_spec
-from baton.server.text.model_info import read_model_config
 from tests.parity.conftest import Reference
 from tests.support.engines.engine_run import answer, greedy, make_engine
 from tests.support.models.checkpoints import reference_greedy, save_random, variant_config
@@ -118,6 +118,17 @@ def test_tensor_of_no_known_part_is_refused_by_the_name_in_the_file(tmp_path: Pa
     save_file(load_file(file) | {"language_model.model.mask": torch.zeros(2)}, file)
     with pytest.raises(ConfigError, match=r"unexpected tensor language_model\.model\.mask"):
         check_files(read_spec(tmp_path / "m"), tmp_path / "m")
+
+
+def test_tensor_under_two_names_is_refused_by_both(tmp_path: Path) -> None:
+    make("Mistral3", tmp_path / "m")
+    file = tmp_path / "m" / "model.safetensors"
+    tensors = load_file(file)
+    norm = {"model.norm.weight": tensors["language_model.model.norm.weight"].clone()}
+    save_file(tensors | norm, file)
+    with pytest.raises(ConfigError, match="are names of one tensor; remove one") as err:
+        check_files(read_spec(tmp_path / "m"), tmp_path / "m")
+    assert all(name in err.value.message for name in ("language_model.model.norm.weight", *norm))
 
 
 def test_published_config_of_gemma_3_leaves_out_what_its_class_knows(tmp_path: Path) -> None:

@@ -215,8 +215,6 @@ def find_architecture(config: ModelConfig) -> str | None:
 def find_parts(config: ModelConfig) -> Multimodal | None:
     """The checkpoint's class, if it is one of those whose text part is served without the others.
     Raises ConfigError as `find_architecture` does."""
-    if config.text_part() is config:
-        return None
     types = {name: (parts.model_type,) for name, parts in MULTIMODAL.items()}
     name = _find_named(config, types)
     return None if name is None else MULTIMODAL[name]

@@ -146,11 +146,11 @@ def read_tensor_entries(file: Path) -> dict[str, TensorEntry]:
     try:
         header = safetensors_header(file)
         data_begin = 8 + len(header)
-        entries = {
-            text_name(name): _tensor_entry(name, file, entry, data_begin)
+        found = [
+            _tensor_entry(name, file, entry, data_begin)
             for name, entry in json.loads(header).items()
             if name != "__metadata__"
-        }
+        ]
     except (
         ValueError,
         KeyError,
@@ -162,7 +162,16 @@ def read_tensor_entries(file: Path) -> dict[str, TensorEntry]:
         raise ConfigError(
             f"{file}: no readable header ({err!r}); the file is damaged, download it again"
         ) from err
-    stated = max((entry.end for entry in entries.values()), default=data_begin)
+    entries: dict[str, TensorEntry] = {}
+    for entry in found:
+        # Which of the two a model was trained with, nobody could tell.
+        if (other := entries.get(entry.name)) is not None:
+            raise ConfigError(
+                f"{file}: {other.stored_name} and {entry.stored_name} are names of one tensor; "
+                "remove one of them"
+            )
+        entries[entry.name] = entry
+    stated = max((entry.end for entry in found), default=data_begin)
     with refuse_unreadable(file):
         size = file.stat().st_size
     if size != stated:

@@ -6,6 +6,7 @@ DeepSeek V3 (arXiv 2412.19437).
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ EAGLE3_LAYERS = 8
 """Of a model: the head reads in front of layers 2, 4 and 5."""
 
 
-class HeadReference:
+class HeadReference(ABC):
     """What a head drafts for a model of transformers."""
 
     def __init__(self, model: Any) -> None:
@@ -55,13 +56,13 @@ class HeadReference:
             positions = torch.cat((positions, positions[-1:] + 1))
         return drafts
 
+    @abstractmethod
     def read_states(self, ids: Tensor) -> Tensor:
         """States of the model, as an entry is made of them: [T, hidden]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def predict(self, ids: Tensor, states: Tensor, positions: Tensor) -> tuple[int, Tensor]:
         """The token behind the last entry, and the state of the next entry."""
-        raise NotImplementedError
 
 
 def causal_mask(entries: int) -> Tensor:
