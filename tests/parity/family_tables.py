@@ -48,23 +48,16 @@ def _variants_by_architecture() -> dict[str, list[str]]:
 def _gpu_cell(variants: list[str]) -> str:
     """What `--device cuda` says to a family's variants."""
     refusals = []
-    needs_torch = False
     for name in variants:
         config = variant_config(name).to_dict() | {"dtype": "bfloat16"}
         config |= {"architectures": [f"{VARIANTS[name][0]}ForCausalLM"]}
         try:
-            spec = _spec_of(config, on_cpu=False)
+            _spec_of(config, on_cpu=False)
         except ConfigError as err:
             refusals.append(err.message.rpartition("; ")[2].removesuffix(" need --device cpu"))
-            continue
-        heads = [each for each in spec.attention if isinstance(each, AttentionSpec)]
-        # What flashinfer's backend refuses.
-        needs_torch |= any(each.has_sinks or each.chunk for each in heads)
     reasons = ", ".join(dict.fromkeys(refusals)).replace(" needs --device cpu", "")
     if len(refusals) == len(variants):
         return f"no: {reasons}"
-    if needs_torch:
-        return "with `--attention-backend torch`"
     return f"yes, but for {reasons}" if refusals else "yes"
 
 

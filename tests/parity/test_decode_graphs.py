@@ -86,6 +86,12 @@ def test_graphs_on_off_and_the_cpu(
         ("olmo2", 5),
         ("phi3-partial", 5),
         ("smollm3", 5),
+        # Pages behind windows and chunks are left behind.
+        ("gemma3", 0),
+        ("gemma3", 5),
+        # Their experts in recorded steps: tests/unit/layers/kernels/test_experts.py.
+        ("gpt-oss", 0),
+        ("llama4", 0),
     ],
 )
 def test_heads_of_every_kind_are_stored(
@@ -95,11 +101,33 @@ def test_heads_of_every_kind_are_stored(
     graph_rows: int,
 ) -> None:
     path = reference(variant).path
-    host = make_engine(path)
+    # Llama 4's chunks of 11 tokens are whole pages.
+    flags: dict[str, object] = {"page_size": 1} if variant == "llama4" else {}
+    host = make_engine(path, **flags)
     want = answer(host, prompts(), PARAMS["greedy"])
-    engine = device.recorded(path, graph_rows, head_kernel=True)
+    engine = device.recorded(path, graph_rows, head_kernel=True, **flags)
     assert answer(engine, prompts(), PARAMS["greedy"]) == want
     for made in (host, engine):
+        made.close()
+
+
+@pytest.mark.parametrize("variant", ["gemma3", "smollm3-window"])
+def test_pages_behind_windows_go_to_other_rows(
+    reference: Callable[[str], Reference], device: Device, variant: str
+) -> None:
+    """Rows are preempted and hit prefixes; a page that a window has passed is another row's by then."""
+    path = reference(variant).path
+    flags = SMALL | {"max_total_tokens": 68, "max_running_requests": 12}
+    asked = [*prompts(), *(prompt[::-1] for prompt in prompts())]
+    host = make_engine(path, **flags)
+    want = [answer(host, asked, PARAMS["greedy"], stagger=n) for n in (0, 2)]
+    engine = device.recorded(path, 5, poison=True, **flags)
+    assert [answer(engine, asked, PARAMS["greedy"], stagger=n) for n in (0, 2)] == want
+    assert engine.sched.limits.page_groups, "the pool was meant to have several groups"
+    assert engine.sched.report.counters()["retractions_total"] > 0
+    assert device.recorder.replays > 20
+    for made in (host, engine):
+        made.sched.ledger().check_idle(made.sched.limits.num_pages)
         made.close()
 
 

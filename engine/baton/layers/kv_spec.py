@@ -331,6 +331,11 @@ class KVSpec:
         )
 
     @property
+    def num_tables(self) -> int:
+        """Page tables of tokens that a sequence has: one for each page of a block."""
+        return sum(group.width for group in self.groups)
+
+    @property
     def layer_places(self) -> list[LayerPlace]:
         """By layer."""
         places: dict[int, LayerPlace] = {}

@@ -8,9 +8,27 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class Sight(NamedTuple):
+    """Which tokens before it a token sees."""
+
+    window: int = 0
+    """W > 0: the last W, itself included; 0: all."""
+    chunk: int = 0
+    """C > 0: those from the last multiple of C on; 0: all. Not beside a window."""
+
+    def first_seen(self, position: int) -> int:
+        """Position of the first token that one at `position` sees."""
+        if self.chunk:
+            return position - position % self.chunk
+        return max(0, position - self.window + 1) if self.window else 0
+
+
+EVERYTHING = Sight()
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +39,9 @@ class AttentionSpec:
     num_kv_heads: int
     head_dim: int
     window: int = 0
-    """0 sees everything before it, W > 0 the last W tokens including itself."""
+    """As in `Sight`."""
     chunk: int = 0
-    """C > 0 sees tokens from the last multiple of C on; 0 everything. Not beside a window."""
+    """As in `Sight`."""
     factor: float | None = None
     """Factor of the products of queries and keys; None: 1 / sqrt(head_dim)."""
     first_kv_head: int = 0
@@ -33,6 +51,10 @@ class AttentionSpec:
     """c > 0 makes c * tanh(x / c) of a score x, before the mask; 0 leaves it."""
     has_sinks: bool = False
     """Each query head has one more score, a learned one, whose probability weighs no value."""
+
+    @property
+    def sight(self) -> Sight:
+        return Sight(self.window, self.chunk)
 
     @property
     def q_size(self) -> int:

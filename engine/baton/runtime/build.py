@@ -180,7 +180,8 @@ def load_rank(
     pages = _requested_pages(config, spec, compute, draft_sizes)
     memory = placed.memory
     if memory is not None:
-        pages = profile_memory(model, config, context, pages, memory, place, placed.group)
+        kv_spec = _kv_spec(config, spec, compute)
+        pages = profile_memory(model, kv_spec, config, context, pages, memory, place, placed.group)
     assert pages is not None, "a pool in host memory has a default size"
     kv, attn = _make_pool(config, spec, pages, compute)
     host_pages = host_pool_pages(kv.spec, config.host_kv_gib, config.dp_size * config.tp_size)
@@ -406,13 +407,9 @@ def _requested_pages(
 
 def _kv_spec(config: EngineConfig, spec: ServedSpec, compute: torch.device) -> KVSpec:
     """The page groups of the pool."""
-    one_group = spec.kv_spec(config.page_size)
-    # The backends of GPUs plan with one page table: there all pages are kept, and windows are
-    # computed as everywhere.
-    if compute.type != "cpu":
-        return one_group
-    kv_spec = one_group.divide(spec.attention)
-    if not spec.states:
+    kv_spec = spec.kv_spec(config.page_size).divide(spec.attention)
+    # States are computed on the CPU alone.
+    if not spec.states or compute.type != "cpu":
         return kv_spec
     return kv_spec.with_states(spec.states, config.state_snapshot_tokens)
 

@@ -70,7 +70,6 @@ class Device:
             (flashinfer_latent, "DTYPES", half), (flashinfer_latent, "SIZES", (32, 8)),
             (flashinfer, "DTYPES", half), (flashinfer, "HEAD_DIMS", dims), (fake_flashinfer, "HALF", half),
             (fake_flashinfer, "HEAD_DIMS", dims), (ops, "_native", None),
-            (runtime, "_kv_spec", lambda config, spec, _: spec.kv_spec(config.page_size)),
         ):  # fmt: skip
             self.monkeypatch.setattr(module, name, value)
 

@@ -29,8 +29,8 @@ from tests.support.kernels.interpreted import prepare_interpreter
 from tests.support.models.checkpoints import make_checkpoint
 from tests.support.models.quantized_checkpoints import quantize
 
-PROMPTS = [[5, 9, 30, 2, 17], [8], [3, 3, 41, 60, 12, 7, 7, 19]]
-TOKENS = 6
+PROMPTS = [[5, 9, 30, 2, 17], [8], [3, 3, 41, 60, 12, 7, 7, 19] * 2]
+TOKENS = 12
 
 
 def record(y: Tensor, compute: Callable[[], Tensor]) -> Tensor:
@@ -71,10 +71,11 @@ def stack(
     down_biases: list[Tensor],
 ) -> StackedExperts:
     """In place of `ops.pack_experts`, for experts in host memory."""
-    assert not gate_up_biases
-    assert not down_biases
     stacked = (CodedMatrix.stack(gate_up), CodedMatrix.stack(down))
-    return StackedExperts(*stacked, first_expert, form=form)
+    biases = [torch.stack(each) if each else None for each in (gate_up_biases, down_biases)]
+    return StackedExperts(
+        *stacked, first_expert, form=form, gate_up_biases=biases[0], down_biases=biases[1]
+    )
 
 
 def count_choices(engine: EngineLoop) -> list[list[int]]:
@@ -88,10 +89,11 @@ def main() -> None:
     plain_path = path = make_checkpoint(variant, Path(folder) / "m")
     if quantization != "plain":
         path, plain_path = quantize(path, quantization, Path(folder))
-    flags: dict[str, object] = {"attention_backend": "torch", "disable_radix_cache": True}
+    # Llama 4's chunks of 11 tokens are whole pages.
+    flags: dict[str, object] = {"disable_radix_cache": True, "page_size": 1}
     with pytest.MonkeyPatch.context() as patch:
         device = Device(patch)
-        plain = make_engine(plain_path, **flags)
+        plain = make_engine(plain_path, attention_backend="torch", **flags)
         want = answer(plain, PROMPTS, greedy(TOKENS))
         record_launches(patch)
         patch.setattr(ops, "pack_experts", stack)
@@ -101,7 +103,7 @@ def main() -> None:
             lambda dtype, device: functools.partial(CodedMatrix.make, dtype=dtype, device=device),
         )
         # Three rows are padded to a recording of four, whose dummy page is NaN.
-        engine = device.recorded(path, 4, poison=True, disable_radix_cache=True)
+        engine = device.recorded(path, 4, poison=True, **flags)
         before = count_choices(engine)
         got = answer(engine, PROMPTS, greedy(TOKENS))
         assert got == want, (got, want)

@@ -6,6 +6,7 @@ backend's calls are checked where there is no GPU. Whether the belief is right o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -59,22 +60,28 @@ class _Paged:
 
     def run(
         self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], *, out: Tensor,
+        lse: Tensor | None = None, return_lse: bool = False,
         k_scale: float | None = None, v_scale: float | None = None,
     ) -> Tensor:  # fmt: skip
         assert record_kernel is None, (
             "recorded, this wrapper would read arrays that the next plan replaces"
         )
-        self._kernel(q, paged_kv_cache, out, (k_scale, v_scale), *self.arrays)
+        assert return_lse == (lse is not None)
+        self._kernel(q, paged_kv_cache, (out, lse), (k_scale, v_scale), *self.arrays)
         return out
 
     def _kernel(
-        self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], out: Tensor,
+        self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], results: tuple[Tensor, Tensor | None],
         scales: tuple[float | None, float | None],
         qo_indptr: list[int], indptr: list[int], indices: list[int], last_page_len: list[int],
     ) -> None:  # fmt: skip
         assert self.planned is not None, "run before plan"
         fixed = self.planned
         keys, values = paged_kv_cache
+        out, lse = results
+        if lse is not None:
+            assert lse.dtype == torch.float32
+            assert lse.shape == out.shape[:2]
         shape = (fixed["page_size"], fixed["num_kv_heads"], fixed["head_dim"])
         assert keys.shape == values.shape
         assert keys.shape[1:] == shape
@@ -92,9 +99,13 @@ class _Paged:
             kv_len = (len(pages) - 1) * fixed["page_size"] + fill
             k, v = (x[pages].flatten(0, 1)[:kv_len].float() for x in (keys, values))
             rows = slice(qo_indptr[r], qo_indptr[r + 1])
-            out[rows] = self._attend(q[rows].float(), k * k_scale, v).to(out.dtype) * v_scale
+            results_of_row, sums = self._attend(q[rows].float(), k * k_scale, v)
+            out[rows] = results_of_row.to(out.dtype) * v_scale
+            if lse is not None:
+                lse[rows] = sums
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Results, and base-2 logarithms of the sums of exp(score)."""
         assert self.planned is not None
         fixed = self.planned
         group = fixed["num_qo_heads"] // fixed["num_kv_heads"]
@@ -106,11 +117,10 @@ class _Paged:
         hidden = key > query if fixed["causal"] else torch.zeros(len(q), len(k), dtype=torch.bool)
         if fixed["window_left"] >= 0:
             hidden = hidden | (key < query - fixed["window_left"])
-        return torch.einsum(
-            "hqk,khd->qhd",
-            logits.masked_fill(hidden, -torch.inf).softmax(-1),
-            v.repeat_interleave(group, 1),
-        )
+        logits = logits.masked_fill(hidden, -torch.inf)
+        heads = v.repeat_interleave(group, 1)
+        results = torch.einsum("hqk,khd->qhd", logits.softmax(-1), heads)
+        return results, logits.logsumexp(-1).T / math.log(2)
 
 
 class BatchDecodeWithPagedKVCacheWrapper(_Paged):
@@ -170,10 +180,15 @@ class BatchDecodeWithPagedKVCacheWrapper(_Paged):
 
     def run(
         self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], *, out: Tensor,
+        lse: Tensor | None = None, return_lse: bool = False,
         k_scale: float | None = None, v_scale: float | None = None,
     ) -> Tensor:  # fmt: skip
+        assert return_lse == (lse is not None)
         if self.buffers is None:
-            return super().run(q, paged_kv_cache, out=out, k_scale=k_scale, v_scale=v_scale)
+            return super().run(
+                q, paged_kv_cache, out=out, lse=lse, return_lse=return_lse, k_scale=k_scale,
+                v_scale=v_scale,
+            )  # fmt: skip
 
         def kernel() -> None:
             assert self.buffers is not None
@@ -187,7 +202,8 @@ class BatchDecodeWithPagedKVCacheWrapper(_Paged):
             assert self.lengths[: len(lengths)].tolist() == lengths, "planned for other rows"
             one_each = list(range(len(indptr)))
             scales = (k_scale, v_scale)
-            self._kernel(q, paged_kv_cache, out, scales, one_each, indptr, indices, last_page_len)
+            rows = (one_each, indptr, indices, last_page_len)
+            self._kernel(q, paged_kv_cache, (out, lse), scales, *rows)
 
         kernel() if record_kernel is None else record_kernel(kernel)
         return out

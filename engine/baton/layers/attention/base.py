@@ -32,7 +32,7 @@ from baton.layers.spec import common_heads
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from baton.layers.attention.paged_indices import PagedRows
+    from baton.layers.attention.paged_indices import PagedRows, View
     from baton.layers.cuda.stream import CudaStream
     from baton.layers.kv_pool import KvTensors
     from baton.layers.spec import AttentionSpec
@@ -122,9 +122,7 @@ class PagedAttention(AttentionBackend):
 
     def __init__(self, layers: Sequence[AttentionSpec], kv: KvTensors) -> None:
         self._heads = common_heads(layers)
-        self._windows = tuple(layer.window for layer in layers)
-        """By layer."""
-        self._chunks = tuple(layer.chunk for layer in layers)
+        self._sights = tuple(layer.sight for layer in layers)
         """By layer."""
         self._kv = kv
         self._scales = kv.scales
@@ -173,6 +171,10 @@ class PagedAttention(AttentionBackend):
         """K and V of one layer, each [pages, page_size, Hk, D] with strides of the pool."""
         return self._pages[layer]
 
+    def slot_mapping(self, layer: int) -> Tensor:
+        """Where K and V of the step's tokens lie in one layer: int64 [T]."""
+        return self._slot_mappings[self._places[layer].table]
+
     @abstractmethod
     def attend(self, layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
         """`forward` for K and V that are in the pool already."""
@@ -186,46 +188,76 @@ def _store_codes(pages: Tensor, slots: tuple[Tensor, Tensor], x: Tensor, scale: 
     pages.view(torch.uint8)[slots] = codes.view(torch.uint8)
 
 
-class GraphInputs:
-    """The buffers a recorded step reads, in one piece of device memory, so that one copy fills
-    them.
+class RowInputs:
+    """What one view of a recorded step's rows reads:
 
-    int64   token ids [B] | positions [B] | KV slots [B] | table entries [B]
     int32   fill of the last page [B] | page indptr [B + 1] | page indices
     """
 
-    def __init__(self, rows: int, pages: int, device: torch.device) -> None:
-        self.rows = rows
-        self.pages = pages
-        self.device = device
-        self._head = 4 * rows
-        """Words of 8 bytes before the int32 part."""
-        self.words = torch.zeros(
-            self._head + self._tail_words(pages), dtype=torch.int64, device=device
-        )
-        self.token_ids, self.positions, self.slot_mapping, self.entries = self.words[
-            : self._head
-        ].split(rows)
-        tail = self.words[self._head :].view(torch.int32)
+    def __init__(self, words: Tensor, rows: int, pages: int) -> None:
+        """Args: `words`: int64 [row_words(rows, pages)]."""
+        self.words = words
+        self._rows = rows
+        tail = words.view(torch.int32)
         self.last_page_len = tail[:rows]
         self.page_indptr = tail[rows : 2 * rows + 1]
         self.page_indices = tail[2 * rows + 1 : 2 * rows + 1 + pages]
 
-    def _tail_words(self, pages: int) -> int:
-        return (2 * self.rows + 1 + pages + 1) // 2
-
-    def fill(self, stream: CudaStream, columns: NDArray[np.int64], rows: PagedRows) -> None:
-        """Args: `columns`: [4, n] in the order above, for the n `rows`. What lies behind them stays
-        as it was."""
+    def pack(self, rows: PagedRows) -> NDArray[np.int64]:
+        """The words up to the last page of `rows`. What lies behind them stays as it was."""
         n = len(rows)
         pages = len(rows.kv_indices)
-        words = np.zeros(self._head + self._tail_words(pages), np.int64)
-        words[: self._head].reshape(4, self.rows)[:, :n] = columns
-        tail = words[self._head :].view(np.int32)
+        words = np.zeros(row_words(self._rows, pages), np.int64)
+        tail = words.view(np.int32)
         tail[:n] = rows.last_page_len
-        tail[self.rows : self.rows + n + 1] = rows.kv_indptr
-        tail[2 * self.rows + 1 : 2 * self.rows + 1 + pages] = rows.kv_indices
+        tail[self._rows : self._rows + n + 1] = rows.kv_indptr
+        tail[2 * self._rows + 1 : 2 * self._rows + 1 + pages] = rows.kv_indices
+        return words
+
+
+def row_words(rows: int, pages: int) -> int:
+    """Words of 8 bytes that a view's arrays take."""
+    return (2 * rows + 1 + pages + 1) // 2
+
+
+class GraphInputs:
+    """The buffers a recorded step reads. What all steps have lies in one piece of device memory, so
+    that one copy fills it; each further view is one more.
+
+    int64   token ids [B] | positions [B] | entries of the token table [B] | KV slots by table [B]
+    then    the first view's rows
+    """
+
+    def __init__(
+        self, rows: int, pages: int, device: torch.device, tables: int = 1, views: int = 1
+    ) -> None:
+        """Args: `tables`: of the pool; `views`: kinds of rows that launches read."""
+        self.rows = rows
+        self.pages = pages
+        self.device = device
+        self.columns = 3 + tables
+        self._head = self.columns * rows
+        """Words of 8 bytes before the first view."""
+        size = row_words(rows, pages)
+        self.words = torch.zeros(self._head + size, dtype=torch.int64, device=device)
+        columns = self.words[: self._head].split(rows)
+        self.token_ids, self.positions, self.entries = columns[:3]
+        self.slot_mappings = columns[3:]
+        further = torch.zeros((views - 1, size), dtype=torch.int64, device=device)
+        self.views = [RowInputs(x, rows, pages) for x in (self.words[self._head :], *further)]
+
+    def fill(
+        self, stream: CudaStream, columns: NDArray[np.int64], views: Sequence[PagedRows]
+    ) -> None:
+        """Args: `columns`: [3 + tables, n] in the order above, for the n rows of each view. What
+        lies behind them stays as it was."""
+        head = np.zeros((self.columns, self.rows), np.int64)
+        head[:, : columns.shape[1]] = columns
+        first, *further = (view.pack(rows) for view, rows in zip(self.views, views, strict=True))
+        words = np.concatenate((head.reshape(-1), first))
         stream.put_into(self.words[: len(words)], words)
+        for view, words in zip(self.views[1:], further, strict=True):
+            stream.put_into(view.words[: len(words)], words)
 
 
 @runtime_checkable
@@ -238,6 +270,9 @@ class GraphAttention(AttentionBackend, Protocol):
     `forward` follow.
     """
 
+    views: tuple[View, ...]
+    """What launches read of a step's rows."""
+
     def capture_bytes(self, largest: int) -> int:
         """Device memory that captures of up to `largest` rows take for good, besides what `forward`
         allocates."""
@@ -246,9 +281,10 @@ class GraphAttention(AttentionBackend, Protocol):
         """`static`: where the step's index arrays will lie, filled before the work of `plan_replay`
         is done."""
 
-    def plan_replay(self, size: int, rows: PagedRows) -> None:
-        """Prepare for `rows`, padded to `size`; the same as in `static`."""
+    def plan_replay(self, size: int, views: Sequence[PagedRows]) -> None:
+        """Prepare for rows, padded to `size`, as each of `views` has them; the same as in
+        `static`."""
 
-    def use_capture(self, size: int, slot_mapping: Tensor) -> None:
-        """Make `forward` use this capture's buffers. Args: `slot_mapping`: as in ForwardBatch, at a
-        fixed place."""
+    def use_capture(self, size: int, slot_mappings: Sequence[Tensor]) -> None:
+        """Make `forward` use this capture's buffers. Args: `slot_mappings`: by table of the pool, as
+        in ForwardBatch, at fixed places."""

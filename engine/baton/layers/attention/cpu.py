@@ -95,8 +95,8 @@ class CpuAttention(_StepRows):
         data = kv.data
         heads = common_heads(layers)
         _check_heads(heads)
-        self._sights = tuple((layer.window, layer.chunk) for layer in layers)
-        """Windows and chunks by layer."""
+        self._sights = tuple(layer.sight for layer in layers)
+        """By layer."""
         self._scale = heads.scale
         self._soft_cap = heads.soft_cap
         bf16 = self._dtype == torch.bfloat16

@@ -1,9 +1,14 @@
 """Attention by flashinfer's paged kernels, for a pool in CUDA memory.
 
-1. `FlashInferAttention(layers, kv)` makes a decode and one or two prefill wrappers per window size
-of the model, since a wrapper is planned for one window; 2. `plan(batch)` cuts the step into decode
-and prefill rows (`split_step`) and plans the wrappers that have rows; 3. `forward` per layer writes
-K and V into the pages and runs them; 4. the next `plan` replaces the step.
+1. `FlashInferAttention(layers, kv)` makes a decode and one or two prefill wrappers per view of the
+model's layers (a table of the pool, and what a layer sees of it), since a wrapper is planned for
+one window and one list of pages; 2. `plan(batch)` leaves out the pages that a view does not see
+(`see_rows`), cuts the step into decode and prefill rows (`split_step`) and plans the wrappers that
+have rows; 3. `forward` per layer writes K and V into the pages and runs them; 4. the next `plan`
+replaces the step.
+
+The kernels know no sinks. A sink s is one more score without a value, so it scales a head's result:
+with the log-sum-exp l of the other scores, by exp(l) / (exp(l) + exp(s)).
 
 What is assumed of flashinfer 0.6:
 
@@ -17,6 +22,9 @@ page-major pool. A view's
 * With `causal`, the last query of a row is its last KV position; `window_left` counts the tokens to
 the left of a query
   that it sees besides itself: our window W, which includes the token itself, is W - 1.
+* `lse` is the base-2 logarithm of the sum of exp(score), float32 [tokens, heads], of scores with
+scale and soft cap
+  (attention/state.cuh, hopper/attention_updater.cuh in 0.6.18).
 * Pages of FP8 codes are multiplied by queries of the compute type; `k_scale` multiplies scores, and
 `v_scale` the results once they are rounded.
 * Slots behind a row's last token may hold anything, NaN included, without touching the result.
@@ -27,8 +35,9 @@ next `plan` has to
   wait until that copy is done.
 * In CUDA-graph mode a wrapper is for one batch size and reads the index arrays from the buffers it
 was made with. How
-  the work is divided is in its integer workspace, whose layout depends on the batch size alone;
-  wrappers of which one runs at a time may share it. `fast_decode_plan` fills only that workspace,
+  the work is divided is in its integer workspace, whose layout depends on the batch size alone, and
+  whose content on the rows' lengths and the window; wrappers of which one runs at a time may share
+  it, and wrappers that differ in their pages alone one plan. `fast_decode_plan` fills only that workspace,
   given arrays on the host: ours are in the buffers already, and `plan` would also compare lengths
   in a loop of Python. It wants a `plan` before it.
 """
@@ -36,6 +45,7 @@ was made with. How
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -47,10 +57,15 @@ from torch import Tensor
 from baton.errors import ConfigError
 from baton.layers import flashinfer_loader
 from baton.layers.attention.base import ForwardBatch, GraphInputs, PagedAttention
-from baton.layers.attention.paged_indices import PagedRows, split_step
+from baton.layers.attention.paged_indices import (
+    PagedRows,
+    View,
+    see_rows,
+    split_step,
+)
 from baton.layers.flashinfer_loader import SLOWER
 from baton.layers.kv_pool import KvTensors
-from baton.layers.spec import AttentionSpec, common_heads
+from baton.layers.spec import AttentionSpec, Sight, common_heads
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
@@ -89,8 +104,6 @@ def _find_unsupported(spec: AttentionSpec, kv: KvTensors) -> str | None:
         )
     if spec.num_heads % spec.num_kv_heads:
         return f"it takes whole groups, the model has {spec.num_heads} query and {spec.num_kv_heads} KV heads"
-    if spec.has_sinks:
-        return "it is used without attention sinks, which the model has"
     if kv.page_size > MAX_PAGE_SIZE:
         return f"it is used with pages up to {MAX_PAGE_SIZE} tokens, --page-size is {kv.page_size}"
     return None
@@ -105,7 +118,8 @@ class _Wrappers(NamedTuple):
 
 
 class FlashInferAttention(PagedAttention):
-    """Paged causal attention with grouped queries, per-layer windows and soft-capped logits.
+    """Paged causal attention with grouped queries, per-layer windows or chunks, soft-capped logits
+    and sinks.
 
     Args:
         library: the flashinfer module; None imports it. The rest of this class knows no CUDA.
@@ -127,12 +141,22 @@ class FlashInferAttention(PagedAttention):
                 f"--attention-backend flashinfer: {problem}; use --attention-backend {SLOWER}"
             )
         library = library or flashinfer_loader.load_flashinfer()
-        if any(layer.chunk for layer in layers):
-            raise ConfigError(
-                "--attention-backend flashinfer: it has windows, and no chunks as the model's "
-                f"layers have; use --attention-backend {SLOWER}"
-            )
         super().__init__(layers, kv)
+        for chunk in {sight.chunk for sight in self._sights}:
+            # A page with tokens of two chunks would be seen by both.
+            if chunk % kv.page_size:
+                raise ConfigError(
+                    f"--attention-backend flashinfer: the model's layers see chunks of {chunk} "
+                    f"tokens, which are no whole pages of {kv.page_size}; set --page-size to a "
+                    f"divisor, or use --attention-backend {SLOWER}"
+                )
+        self._layer_views = [
+            View(place.table, sight)
+            for place, sight in zip(self._places, self._sights, strict=True)
+        ]
+        self.views = tuple(sorted(set(self._layer_views)))
+        self._planned_views = {view.sight: view for view in reversed(self.views)}
+        """The first view of each sight: captures plan for that one."""
         self._sizes = (heads.num_heads, heads.num_kv_heads, heads.head_dim, kv.page_size)
         self._arithmetic = {
             "logits_soft_cap": heads.soft_cap,
@@ -155,34 +179,34 @@ class FlashInferAttention(PagedAttention):
             max(LEAST_WORKSPACE_BYTES, self._eager_workspace_bytes())
         )
         self._wrappers = {
-            window: self._make_wrappers(window, library.BatchPrefillWithPagedKVCacheWrapper)
-            for window in sorted(set(self._windows))
+            view: self._make_wrappers(view.sight, library.BatchPrefillWithPagedKVCacheWrapper)
+            for view in self.views
         }
-        self._captured: dict[int, dict[int, _Wrappers]] = {}
-        """By rows, then by window."""
-        self._capture_workspaces: tuple[Tensor, dict[int, Tensor]] | None = None
-        """Floats for all, and integers by window."""
+        self._captured: dict[int, dict[View, _Wrappers]] = {}
+        """By rows, then by view."""
+        self._capture_workspaces: tuple[Tensor, dict[Sight, Tensor]] | None = None
+        """Floats for all, and integers by sight."""
         self._running = self._wrappers
         """Wrappers that `forward` uses: the eager ones, or a capture's."""
         self._planned = torch.cuda.Event() if kv.data.is_cuda else None
         self._num_decode = 0
         self._has_long_rows = False
 
-    def _make_wrappers(self, window: int, make_prefill: Callable[..., Any]) -> _Wrappers:
+    def _make_wrappers(self, sight: Sight, make_prefill: Callable[..., Any]) -> _Wrappers:
         decode = self._make_decode(self._workspace, "NHD")
         prefill = make_prefill(self._workspace, "NHD", backend=KERNELS)
         long_prefill = prefill
-        if self._has_long_kernels(window):
+        if self._has_long_kernels(sight):
             long_prefill = make_prefill(self._workspace, "NHD", backend=LONG_KERNELS)
         return _Wrappers(decode, prefill, long_prefill)
 
-    def _has_long_kernels(self, window: int) -> bool:
+    def _has_long_kernels(self, sight: Sight) -> bool:
         """Return whether this GPU has LONG_KERNELS, tried for such layers
         (tests/gpu/test_attention.py)."""
         data = self._kv.data
         if not data.is_cuda or torch.cuda.get_device_capability(data.device)[0] != 9:
             return False
-        is_plain = window == 0 and self._heads.soft_cap == 0.0
+        is_plain = sight.window == 0 and self._heads.soft_cap == 0.0
         return is_plain and data.dtype == torch.bfloat16 and self._heads.head_dim in LONG_HEAD_DIMS
 
     def _prefill_of(self, wrappers: _Wrappers) -> Any:
@@ -195,26 +219,32 @@ class FlashInferAttention(PagedAttention):
         """Takes the batch's index tensors on the host. Raises ValueError when they contradict each
         other."""
         self._await_last_plan()
-        assert not batch.further, "pools on GPUs have one page group"
         self._running = self._wrappers
-        indices = split_step(
-            batch.qo_indptr.numpy(),
-            batch.kv_lens.numpy(),
-            batch.page_indptr.numpy(),
-            batch.page_indices.numpy(),
-            batch.num_decode,
-            self._kv.page_size,
-        )
-        self._set_slots(batch.slot_mapping)
-        self._num_decode = len(indices.decode)
-        if len(indices.prefill):
-            self._has_long_rows = int(np.diff(indices.qo_indptr).max()) >= LONG_TOKENS
-        for window, wrappers in self._wrappers.items():
+        qo_indptr = batch.qo_indptr.numpy()
+        tables = batch.tables
+        self._set_slots(*(table.slot_mapping for table in tables))
+        self._num_decode = batch.num_decode
+        longest = np.diff(qo_indptr[batch.num_decode :]).max(initial=0)
+        self._has_long_rows = int(longest) >= LONG_TOKENS
+        row_arrays = (qo_indptr, batch.kv_lens.numpy(), batch.page_indptr.numpy())
+        page_size = self._kv.page_size
+        seen = {sight: see_rows(*row_arrays, sight, page_size) for sight in self._planned_views}
+        for view, wrappers in self._wrappers.items():
+            rows = seen[view.sight]
+            indices = split_step(
+                rows.qo_indptr,
+                rows.kv_lens,
+                rows.page_indptr,
+                tables[view.table].page_indices.numpy()[rows.places],
+                batch.num_decode,
+                page_size,
+            )
+            window = view.sight.window
             if len(indices.decode):
                 self._plan_wrapper(wrappers.decode.plan, window, self._row_tensors(indices.decode))
             if len(indices.prefill):
-                rows = (self._host_tensor(indices.qo_indptr), *self._row_tensors(indices.prefill))
-                self._plan_wrapper(self._prefill_of(wrappers).plan, window, rows, causal=True)
+                arrays = (self._host_tensor(indices.qo_indptr), *self._row_tensors(indices.prefill))
+                self._plan_wrapper(self._prefill_of(wrappers).plan, window, arrays, causal=True)
         self._note_plan()
 
     def _await_last_plan(self) -> None:
@@ -227,7 +257,7 @@ class FlashInferAttention(PagedAttention):
 
     def capture_bytes(self, largest: int) -> int:
         needed = self._capture_workspace_bytes(largest)
-        return len(self._wrappers) * CAPTURE_INT_WORKSPACE_BYTES + (
+        return len(self._planned_views) * CAPTURE_INT_WORKSPACE_BYTES + (
             needed if needed > len(self._workspace) else 0
         )
 
@@ -239,25 +269,28 @@ class FlashInferAttention(PagedAttention):
             )
             self._capture_workspaces = (
                 floats,
-                {w: self._allocate_bytes(CAPTURE_INT_WORKSPACE_BYTES) for w in self._wrappers},
+                {
+                    sight: self._allocate_bytes(CAPTURE_INT_WORKSPACE_BYTES)
+                    for sight in self._planned_views
+                },
             )
         floats, integers = self._capture_workspaces
         any_rows = PagedRows(
             np.arange(size + 1, dtype=np.int32), np.zeros(size, np.int32), np.ones(size, np.int32)
         )
         captured = {}
-        for window in self._wrappers:
+        for view, inputs in zip(self.views, static.views, strict=True):
             wrapper = self._make_decode(
                 floats,
                 "NHD",
                 use_cuda_graph=True,
-                paged_kv_indptr_buffer=static.page_indptr[: size + 1],
-                paged_kv_indices_buffer=static.page_indices,
-                paged_kv_last_page_len_buffer=static.last_page_len[:size],
+                paged_kv_indptr_buffer=inputs.page_indptr[: size + 1],
+                paged_kv_indices_buffer=inputs.page_indices,
+                paged_kv_last_page_len_buffer=inputs.last_page_len[:size],
             )
-            wrapper.reset_workspace_buffer(floats, integers[window])
-            self._plan_wrapper(wrapper.plan, window, self._row_tensors(any_rows))
-            captured[window] = _Wrappers(wrapper, None, None)
+            wrapper.reset_workspace_buffer(floats, integers[view.sight])
+            self._plan_wrapper(wrapper.plan, view.sight.window, self._row_tensors(any_rows))
+            captured[view] = _Wrappers(wrapper, None, None)
         self._note_plan()
         self._captured[size] = captured
 
@@ -294,17 +327,21 @@ class FlashInferAttention(PagedAttention):
             return 132
         return int(torch.cuda.get_device_properties(self._kv.data.device).multi_processor_count)
 
-    def plan_replay(self, size: int, rows: PagedRows) -> None:
+    def plan_replay(self, size: int, views: Sequence[PagedRows]) -> None:
         self._await_last_plan()
-        for window, wrappers in self._captured[size].items():
-            replan = functools.partial(self._library.fast_decode_plan, wrappers.decode)
-            self._plan_wrapper(replan, window, _view_rows(rows))
+        captured = self._captured[size]
+        for view, rows in zip(self.views, views, strict=True):
+            # The other views of a sight have rows of the same lengths, and read the same division.
+            if self._planned_views[view.sight] == view:
+                wrapper = captured[view].decode
+                replan = functools.partial(self._library.fast_decode_plan, wrapper)
+                self._plan_wrapper(replan, view.sight.window, _view_rows(rows))
         self._note_plan()
 
-    def use_capture(self, size: int, slot_mapping: Tensor) -> None:
+    def use_capture(self, size: int, slot_mappings: Sequence[Tensor]) -> None:
         self._running = self._captured[size]
         self._num_decode = size
-        self._set_slots(slot_mapping)
+        self._set_slots(*slot_mappings)
 
     def _plan_wrapper(
         self, plan: Callable[..., None], window: int, rows: tuple[Tensor, ...], **only_prefill: bool
@@ -313,19 +350,26 @@ class FlashInferAttention(PagedAttention):
         plan(*rows, *self._sizes, window_left=window_left, **self._arithmetic, **only_prefill)
 
     def attend(self, layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
-        assert sinks is None, "layers with sinks are refused at the start"
         pages = self._pages[layer]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        wrappers = self._running[self._windows[layer]]
+        wrappers = self._running[self._layer_views[layer]]
         n = self._num_decode
         factors = {}
         if self._scales:
             scales = self._scales[layer]
             factors = {"k_scale": scales.key, "v_scale": scales.value}
+        sums: Tensor | None = None
+        parts: list[dict[str, Any]] = [{"out": out[:n]}, {"out": out[n:]}]
+        if sinks is not None:
+            sums = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+            parts[0] |= {"lse": sums[:n], "return_lse": True}
+            parts[1] |= {"lse": sums[n:], "return_lse": True}
         if n:
-            wrappers.decode.run(q[:n], pages, out=out[:n], **factors)
+            wrappers.decode.run(q[:n], pages, **parts[0], **factors)
         if n < len(q):
-            self._prefill_of(wrappers).run(q[n:], pages, out=out[n:], **factors)
+            self._prefill_of(wrappers).run(q[n:], pages, **parts[1], **factors)
+        if sinks is not None and sums is not None:
+            out.mul_(torch.sigmoid(sums * math.log(2.0) - sinks).unsqueeze(-1))
         return out.view(len(q), self._heads.q_size)
 
     def _row_tensors(self, rows: PagedRows) -> tuple[Tensor, Tensor, Tensor]:

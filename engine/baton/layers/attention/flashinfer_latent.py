@@ -21,6 +21,7 @@ read in 0.6.18.post1):
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -31,10 +32,10 @@ from baton.errors import ConfigError
 from baton.layers import flashinfer_loader
 from baton.layers.attention.base import ForwardBatch, GraphInputs
 from baton.layers.attention.flashinfer import DTYPES, KERNELS, LEAST_WORKSPACE_BYTES
-from baton.layers.attention.paged_indices import PagedRows
+from baton.layers.attention.paged_indices import PagedRows, View
 from baton.layers.flashinfer_loader import SLOWER
 from baton.layers.kv_pool import KvTensors
-from baton.layers.spec import LatentSpec
+from baton.layers.spec import EVERYTHING, LatentSpec
 
 SIZES = (512, 64)
 """Elements of latents and of rotated keys that the kernel is tried with: DeepSeek's."""
@@ -86,6 +87,7 @@ class FlashInferLatentAttention:
         self._planned = torch.cuda.Event() if kv.data.is_cuda else None
         self._slots: tuple[Tensor, Tensor] | None = None
         """Page and offset of each of the step's tokens."""
+        self.views = (View(0, EVERYTHING),)
         self._static: GraphInputs | None = None
         """Where recorded steps find their pages."""
 
@@ -161,16 +163,17 @@ class FlashInferLatentAttention:
     def prepare_capture(self, size: int, static: GraphInputs) -> None:
         self._static = static
 
-    def plan_replay(self, size: int, rows: PagedRows) -> None:
+    def plan_replay(self, size: int, views: Sequence[PagedRows]) -> None:
         assert self._static is not None, "prepare_capture() comes first"
+        (rows,) = views
         page_size = self._kv.page_size
         kv_lens = (np.diff(rows.kv_indptr) - 1) * page_size + rows.last_page_len
         self._plan_rows(
             self._pinned(torch.arange(size + 1, dtype=torch.int32)),
             self._pinned(torch.from_numpy(rows.kv_indptr)),
-            self._static.page_indices,
+            self._static.views[0].page_indices,
             self._pinned(torch.from_numpy(kv_lens.astype(np.int32))),
         )
 
-    def use_capture(self, size: int, slot_mapping: Tensor) -> None:
-        self._set_slots(slot_mapping)
+    def use_capture(self, size: int, slot_mappings: Sequence[Tensor]) -> None:
+        self._set_slots(*slot_mappings)

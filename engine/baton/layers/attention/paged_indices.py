@@ -1,10 +1,11 @@
 """A step's rows as the index arrays that paged decode and paged prefill kernels take. Integers
 only, numpy only.
 
-1. `split_step` cuts a step at `num_decode`: decode rows (one query each) go to one kernel, the
-others to the other, and each kernel sees arrays that start at 0. 2. For a captured CUDA graph,
-whose batch size is frozen, the decode rows are padded up to one of the `capture_sizes` with
-`pad_decode` and `pad_slots`.
+1. Layers that see a window or a chunk get rows without the pages in front of it (`see_rows`), which
+may be another sequence's by now. 2. `split_step` cuts a step at `num_decode`: decode rows (one
+query each) go to one kernel, the others to the other, and each kernel sees arrays that start at 0.
+3. For a captured CUDA graph, whose batch size is frozen, the decode rows (`decode_rows`) are padded
+up to one of the `capture_sizes` with `pad_decode` and `pad_slots`.
 
 The arrays are those of flashinfer's paged wrappers (a CSR page table plus the fill of each last
 page):
@@ -19,10 +20,14 @@ one slot of it and writes that slot; its result is not used.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from baton.layers.spec import EVERYTHING, Sight
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -56,6 +61,95 @@ class StepIndices:
     qo_indptr: Int32
     """[len(prefill)+1], starts at 0: queries of the prefill rows, counted from the first of
     them."""
+
+
+class View(NamedTuple):
+    """What launches of some layers read of a step's rows."""
+
+    table: int
+    """Of the pool."""
+    sight: Sight
+
+
+class SeenRows(NamedTuple):
+    """A step's rows as layers of one sight have them: R' rows, whose positions count from the first
+    page that their queries see. The tokens are those of the step, in its order."""
+
+    qo_indptr: Int32
+    """[R'+1]"""
+    kv_lens: Int32
+    """[R']"""
+    page_indptr: Int32
+    """[R'+1]"""
+    places: Int64 | slice
+    """[page_indptr[-1]]: of their pages among those of the step's rows."""
+
+
+def see_rows(
+    qo_indptr: Int32, kv_lens: Int32, page_indptr: Int32, sight: Sight, page_size: int
+) -> SeenRows:
+    """Leave out the pages that no query of a row sees, and part rows at the borders of chunks: so a
+    kernel with a causal mask, and a window, sees what the layers see.
+
+    Args: `sight`: a chunk is whole pages.
+    """
+    # Gathering all pages of long rows anew would take longer than planning the step.
+    if sight == EVERYTHING:
+        return SeenRows(qo_indptr, kv_lens, page_indptr, slice(None))
+    starts = kv_lens - np.diff(qo_indptr)
+    row_ends = kv_lens
+    row_of = np.arange(len(kv_lens))
+    if sight.chunk:
+        first_chunks = starts // sight.chunk
+        parts = (row_ends - 1) // sight.chunk - first_chunks + 1
+        row_of = np.repeat(row_of, parts)
+        number = np.arange(len(row_of)) - np.repeat(np.cumsum(parts) - parts, parts)
+        chunks = first_chunks[row_of] + number
+        first_seen = chunks * sight.chunk
+        starts = np.maximum(starts[row_of], first_seen)
+        row_ends = np.minimum(row_ends[row_of], first_seen + sight.chunk)
+    else:
+        first_seen = np.maximum(starts - sight.window + 1, 0)
+    skipped = first_seen // page_size
+    num_pages = -(-row_ends // page_size) - skipped
+    ends = np.cumsum(num_pages)
+    first_places = page_indptr[row_of] + skipped
+    places = np.arange(num_pages.sum()) + np.repeat(first_places - (ends - num_pages), num_pages)
+    return SeenRows(
+        _indptr(row_ends - starts),
+        (row_ends - skipped * page_size).astype(np.int32),
+        _indptr(num_pages),
+        places,
+    )
+
+
+def _indptr(counts: NDArray[np.signedinteger]) -> Int32:
+    indptr = np.zeros(len(counts) + 1, np.int32)
+    np.cumsum(counts, out=indptr[1:])
+    return indptr
+
+
+def decode_rows(
+    kv_lens: Int32,
+    page_indptr: Int32,
+    tables: Sequence[Int32],
+    views: Sequence[View],
+    page_size: int,
+) -> list[PagedRows]:
+    """A step of decode rows as each view has it.
+
+    Args: `tables`: the rows' pages by table of the pool.
+    """
+    qo_indptr = np.arange(len(kv_lens) + 1, dtype=np.int32)
+    seen: dict[Sight, SeenRows] = {}
+    found = []
+    for table, sight in views:
+        if sight not in seen:
+            seen[sight] = see_rows(qo_indptr, kv_lens, page_indptr, sight, page_size)
+        rows = seen[sight]
+        last_page_len = ((rows.kv_lens - 1) % page_size + 1).astype(np.int32)
+        found.append(PagedRows(rows.page_indptr, tables[table][rows.places], last_page_len))
+    return found
 
 
 def split_step(

@@ -22,23 +22,7 @@ from torch.nn import functional
 
 from baton.layers.attention.base import ForwardBatch, PagedAttention
 from baton.layers.kv_pool import KvTensors
-from baton.layers.spec import AttentionSpec, LatentSpec
-
-
-class _Sight(NamedTuple):
-    """Which tokens before it a token sees; 0 is all."""
-
-    window: int
-    chunk: int
-
-    def first_seen(self, position: int) -> int:
-        """Position of the first token that one at `position` sees."""
-        if self.chunk:
-            return position - position % self.chunk
-        return max(0, position - self.window + 1) if self.window else 0
-
-
-_EVERYTHING = _Sight(0, 0)
+from baton.layers.spec import EVERYTHING, AttentionSpec, LatentSpec, Sight
 
 
 class _Gather(NamedTuple):
@@ -58,7 +42,7 @@ class _Rows(NamedTuple):
     num_tokens: int
     shape: tuple[int, int]
     """(rows, queries per row)"""
-    by_sight: dict[_Sight, _Gather]
+    by_sight: dict[Sight, _Gather]
 
 
 class TorchAttention(PagedAttention):
@@ -67,8 +51,6 @@ class TorchAttention(PagedAttention):
 
     def __init__(self, layers: Sequence[AttentionSpec], kv: KvTensors) -> None:
         super().__init__(layers, kv)
-        self._sights = [_Sight(*pair) for pair in zip(self._windows, self._chunks, strict=True)]
-        """By layer."""
         self._groups: list[list[_Rows]] = []
         """By table of the pool."""
 
@@ -136,7 +118,7 @@ class TorchLatentAttention:
     def plan(self, batch: ForwardBatch) -> None:
         slots = batch.slot_mapping.to(self._kv.data.device)
         self._slots = (slots // self._kv.page_size, slots % self._kv.page_size)
-        self._groups = _group_rows(batch, batch.page_indices, self._kv, (_EVERYTHING,))
+        self._groups = _group_rows(batch, batch.page_indices, self._kv, (EVERYTHING,))
 
     def forward(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
@@ -153,7 +135,7 @@ class TorchLatentAttention:
     def _attend_rows(self, pages: Tensor, q: Tensor, rows: _Rows) -> Tensor:
         spec = self._spec
         r, n = rows.shape
-        gather = rows.by_sight[_EVERYTHING]
+        gather = rows.by_sight[EVERYTHING]
         # [r, p, page, L + R] -> [r, p * page, L + R]
         kept = pages[gather.pages].float().flatten(1, 2)
         # As in `TorchAttention`: what no query sees may be NaN.
@@ -171,7 +153,7 @@ class TorchLatentAttention:
 
 
 def _group_rows(
-    batch: ForwardBatch, page_indices: Tensor, kv: KvTensors, sights: Sequence[_Sight]
+    batch: ForwardBatch, page_indices: Tensor, kv: KvTensors, sights: Sequence[Sight]
 ) -> list[_Rows]:
     """The rows of a step that are attended together: all decode rows, and each other row alone."""
     starts = batch.qo_indptr.tolist()
@@ -193,7 +175,7 @@ def _group_rows(
 
 
 def _gather_rows(
-    kv: KvTensors, tables: list[Tensor], kv_lens: list[int], n: int, sight: _Sight
+    kv: KvTensors, tables: list[Tensor], kv_lens: list[int], n: int, sight: Sight
 ) -> _Gather:
     """Pages and visibility of rows with n queries each, of which the last is at position kv_len
     - 1."""

@@ -99,7 +99,7 @@ class AttentionBlock:
                 batch.positions,
                 (rope.cos, rope.sin),
                 paged.pages(layer),
-                batch.slot_mapping,
+                paged.slot_mapping(layer),
             )
             return paged.attend(layer, heads[:, : spec.num_heads], self.sinks)
         q, k, v, gates = heads.split(

@@ -25,6 +25,7 @@ from baton.layers.attention.paged_indices import capture_sizes
 from baton.layers.collectives import ProcessGroup, TpContext
 from baton.layers.flashinfer_loader import SLOWER, summarize_error
 from baton.layers.kv_pool import make_pool
+from baton.layers.kv_spec import KVSpec
 from baton.models.served import ServedModel
 from baton.runtime.memory import warmup
 from baton.runtime.memory.device_memory import (
@@ -55,6 +56,7 @@ def check_weights(needed: int, memory: DeviceMemory) -> None:
 
 def profile_memory(
     model: ServedModel,
+    kv_spec: KVSpec,
     config: EngineConfig,
     context: int,
     wanted_pages: int | None,
@@ -85,7 +87,7 @@ def profile_memory(
         "a step of the largest size", "lower --chunked-prefill-size or --max-running-requests"
     ):
         try:
-            tried = _try_backend(model, config, limits, memory, place)
+            tried = _try_backend(model, kv_spec, config, limits, memory, place)
         # `no_room` has the sentence for the first, and an EngineError has its own.
         except (torch.OutOfMemoryError, EngineError):
             raise
@@ -101,18 +103,19 @@ def profile_memory(
             raise ConfigError(f"--attention-backend {config.attention_backend}: {reason}") from err
     free, total = memory.free_bytes()
     needs = MemoryNeeds(total, free, weights, **tried)
-    page_bytes = model.spec.kv_spec(config.page_size).page_bytes
+    page_bytes = kv_spec.page_bytes
     sized = size_pool(needs, page_bytes, config.mem_fraction_static, wanted_pages)
     pages = sized.pages if group is None else group.all_reduce_min(sized.pages)
     log.info(
-        "%s; KV pool %.2f GiB (%s): %d pages, %d tokens",
-        describe_needs(needs), pages * page_bytes / GIB, sized.why, pages, pages * config.page_size,
+        "%s; KV pool %.2f GiB (%s): %d pages of %d tokens",
+        describe_needs(needs), pages * page_bytes / GIB, sized.why, pages, config.page_size,
     )  # fmt: skip
     return pages
 
 
 def _try_backend(
     model: ServedModel,
+    kv_spec: KVSpec,
     config: EngineConfig,
     limits: warmup.WarmupLimits,
     memory: DeviceMemory,
@@ -120,7 +123,7 @@ def _try_backend(
 ) -> dict[str, int]:
     """Fields of `MemoryNeeds` that depend on the attention backend."""
     pool = make_pool(
-        model.spec.kv_spec(config.page_size),
+        kv_spec,
         warmup.pages_needed(limits),
         native=False,
         device=memory.device,

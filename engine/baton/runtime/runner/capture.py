@@ -2,9 +2,9 @@
 
 1. At start one graph is recorded per capture size (`paged_indices.capture_sizes`), the largest
 first, in one memory pool; 2. a step of decode rows only is padded to the next capture size: its
-rows are written to buffers at fixed places (`GraphInputs`) in one copy, the backend plans for them,
-the graph is replayed; 3. logits and argmax lie in fixed buffers, the argmax also in the token
-table. Any other step, and a larger one, runs eagerly.
+rows are written to buffers at fixed places (`GraphInputs`), the backend plans for them, the graph
+is replayed; 3. logits and argmax lie in fixed buffers, the argmax also in the token table. Any
+other step, and a larger one, runs eagerly.
 
     rows          | row 0 | row 1 | row 2 | padding |  → capture size 4
     pages             7 3     9       1      dummy      one page beyond those the scheduler knows
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,11 +30,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.config import EngineConfig
-from baton.layers.attention.base import ForwardBatch, GraphAttention, GraphInputs
+from baton.layers.attention.base import (
+    NOTHING,
+    ForwardBatch,
+    GraphAttention,
+    GraphInputs,
+    PageTable,
+)
 from baton.layers.attention.paged_indices import (
     PagedRows,
     capture_size,
     capture_sizes,
+    decode_rows,
     pad_decode,
     pad_slots,
 )
@@ -113,7 +120,7 @@ class DecodeGraphs:
         # Rows may share pages, so there can be more entries than pages; beyond twice as many a step
         # runs eagerly.
         pages = min(largest * -(-self.context // kv.page_size), 2 * kv.num_pages) + largest
-        self._static = GraphInputs(largest, pages, device)
+        self._static = GraphInputs(largest, pages, device, kv.spec.num_tables, len(self.attn.views))
         self._logits = torch.zeros(
             largest, self.model.spec.vocab_size, dtype=torch.float32, device=device
         )
@@ -129,7 +136,9 @@ class DecodeGraphs:
         no_rows = PagedRows(np.zeros(1, np.int32), np.zeros(0, np.int32), np.zeros(0, np.int32))
         for count, size in enumerate(reversed(self.sizes), 1):
             self.attn.prepare_capture(size, self._static)
-            self._load_rows(size, np.zeros((3, 0), np.int64), np.zeros(0, np.int64), no_rows)
+            no_slots = [np.zeros(0, np.int64)] * self.kv.spec.num_tables
+            views = [no_rows] * len(self.attn.views)
+            self._load_rows(size, np.zeros((3, 0), np.int64), no_slots, views)
             replays[size] = self.recorder.record(lambda size=size: self._decode_step(size))  # type: ignore[misc]
             now = time.monotonic()
             if count == len(self.sizes) or now - logged_at >= PROGRESS_SECS:
@@ -143,13 +152,15 @@ class DecodeGraphs:
         """Compute a decode step; this is recorded."""
         static = self._static
         rows = slice(size)
-        self.attn.use_capture(size, static.slot_mapping[rows])
+        slots, *further = (mapping[rows] for mapping in static.slot_mappings)
+        self.attn.use_capture(size, (slots, *further))
         batch = ForwardBatch(
             token_ids=self.table.resolve_tokens(static.token_ids[rows]),
             positions=static.positions[rows],
-            slot_mapping=static.slot_mapping[rows],
+            slot_mapping=slots,
             sample_index=static.entries[rows],  # as many as there are tokens: every row samples
             num_decode=size,
+            further=tuple(PageTable(mapping, NOTHING) for mapping in further),
             is_padding=static.entries[rows] == self.table.dummy,
         )
         self._logits[rows].copy_(self.model.compute(batch, self.attn))
@@ -157,18 +168,23 @@ class DecodeGraphs:
         self.table.write_tokens(static.entries[rows], self._greedy[rows])
 
     def _load_rows(
-        self, size: int, columns: NDArray[np.int64], slots: NDArray[np.int64], rows: PagedRows
+        self,
+        size: int,
+        columns: NDArray[np.int64],
+        slots: Sequence[NDArray[np.int64]],
+        views: Sequence[PagedRows],
     ) -> None:
-        """Columns: token ids, positions and table entries."""
-        n = len(rows)
+        """Args: `columns`: token ids, positions and table entries; `slots`: of KV, by table of the
+        pool."""
+        n = columns.shape[1]
         dummy_page = self.kv.dummy_page
         assert dummy_page is not None, "pools of recorded steps have a page for padding"
-        padded = pad_decode(rows, size, dummy_page)
-        filled = np.zeros((4, size), np.int64)
-        filled[:2, :n] = columns[:2]
-        filled[2] = pad_slots(slots, size, dummy_page, self.kv.page_size)
-        filled[3, :n] = columns[2]
-        filled[3, n:] = self.table.dummy
+        padded = [pad_decode(rows, size, dummy_page) for rows in views]
+        filled = np.zeros((3 + len(slots), size), np.int64)
+        filled[:3, :n] = columns
+        filled[2, n:] = self.table.dummy
+        for column, of_table in zip(filled[3:], slots, strict=True):
+            column[:] = pad_slots(of_table, size, dummy_page, self.kv.page_size)
         self._static.fill(self.stream, filled, padded)
         self.attn.plan_replay(size, padded)
 
@@ -190,10 +206,13 @@ class DecodeGraphs:
 
         Waits for nothing but the plan before.
         """
-        last_page_len = ((indices.kv_lens - 1) % self.kv.page_size + 1).astype(np.int32)
-        rows = PagedRows(indices.page_indptr, indices.page_indices, last_page_len)
+        tables = [indices.page_indices, *(pages for _, pages in indices.further)]
+        views = decode_rows(
+            indices.kv_lens, indices.page_indptr, tables, self.attn.views, self.kv.page_size
+        )
         columns = np.stack((indices.token_ids, indices.positions, step.slots))
-        self._load_rows(size, columns, indices.slot_mapping, rows)
+        slots = [indices.slot_mapping, *(slots for slots, _ in indices.further)]
+        self._load_rows(size, columns, slots, views)
 
     def replay_step(self, size: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
         """Queue the step of n rows that was loaded.

@@ -34,7 +34,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from baton.layers.attention.base import AttentionBackend, ForwardBatch, GraphAttention
+from baton.layers.attention.base import (
+    AttentionBackend,
+    ForwardBatch,
+    GraphAttention,
+    PageTable,
+)
 from baton.layers.cuda.stream import CudaMark, CudaStream
 from baton.layers.kv_pool import KvTensors
 from baton.models.served import ServedModel
@@ -288,13 +293,14 @@ class DeviceRunner(ModelRunner):
 
     def _upload_step(self, step: StepInputs, indices: StepArrays) -> tuple[ForwardBatch, Tensor]:
         """The step's tensors, and the slots of the rows that sample: int64 [S] on the device."""
-        token_ids, positions, slot_mapping, sample_index, slots = self._stream.put_all(
+        token_ids, positions, slot_mapping, sample_index, slots, *further = self._stream.put_all(
             (
                 indices.token_ids,
                 indices.positions,
                 indices.slot_mapping,
                 indices.sample_index,
                 step.slots[step.samples],
+                *(mapping for mapping, _ in indices.further),
             )
         )
         # Ids below 0 refer to entries of the table: tokens that the step before draws.
@@ -306,6 +312,10 @@ class DeviceRunner(ModelRunner):
             positions=positions,
             slot_mapping=slot_mapping,
             sample_index=sample_index,
+            further=tuple(
+                PageTable(mapping, torch.from_numpy(pages))
+                for mapping, (_, pages) in zip(further, indices.further, strict=True)
+            ),
         )
         return batch, slots
 

@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from baton.errors import ConfigError
 from baton.layers import attention
 from baton.layers.attention.flashinfer import FlashInferAttention
+from baton.layers.attention.paged_indices import View
 from baton.layers.attention.reference import TorchAttention
 from baton.layers.kv_pool import KvTensors
+from baton.layers.spec import EVERYTHING
 from tests.support.devices import fake_flashinfer
 from tests.support.kernels.attention_batch import AttentionRow, build_batch
 from tests.support.kernels.attention_cases import CASES, Case, check
@@ -36,7 +38,9 @@ def test_requests_come_out_as_dense_attention_has_them(case: Case) -> None:
 @given(
     page_size=st.sampled_from((1, 2, 16, 64, 128)),
     heads=st.sampled_from(((1, 1), (4, 2), (3, 1), (4, 1))),
-    windows=st.lists(st.integers(0, 20), min_size=1, max_size=2),
+    windows=st.lists(st.integers(0, 20), min_size=1, max_size=3),
+    has_sinks=st.booleans(),
+    is_divided=st.booleans(),
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=4),
     chunk=st.integers(1, 40),
     seed=st.integers(0, 1000),
@@ -45,6 +49,8 @@ def test_any_mix_of_rows(
     page_size: int,
     heads: tuple[int, int],
     windows: list[int],
+    has_sinks: bool,
+    is_divided: bool,
     lengths: list[int],
     chunk: int,
     seed: int,
@@ -52,7 +58,7 @@ def test_any_mix_of_rows(
     run(
         Case(
             heads=heads[0], kv_heads=heads[1], page_size=page_size, windows=tuple(windows), lengths=tuple(lengths),
-            longest_chunk=chunk, seed=seed,
+            longest_chunk=chunk, seed=seed, has_sinks=has_sinks, is_divided=is_divided,
         )
     )  # fmt: skip
 
@@ -83,10 +89,10 @@ def test_one_plan_per_window_and_step_however_many_layers() -> None:
 
     check(case, make)
     wrappers = made[0]._wrappers
-    assert {w: (x.decode.plans, x.prefill.plans) for w, x in wrappers.items()} == {
-        0: (1, 0),
-        5: (1, 0),
-    }
+    assert {
+        view.sight.window: (made.decode.plans, made.prefill.plans)
+        for view, made in wrappers.items()
+    } == {0: (1, 0), 5: (1, 0)}
 
 
 @pytest.mark.parametrize(
@@ -112,7 +118,7 @@ def test_tensor_cores_decode_from_groups_of_three() -> None:
     for heads, kv_heads, expected in ((2, 2, False), (4, 2, False), (3, 1, True), (8, 2, True)):
         case = Case(heads=heads, kv_heads=kv_heads)
         made = FlashInferAttention(case.layers(), case.pool("cpu"), fake_flashinfer)
-        assert made._wrappers[0].decode.use_tensor_cores is expected
+        assert made._wrappers[View(0, EVERYTHING)].decode.use_tensor_cores is expected
 
 
 REFUSED = [
@@ -130,22 +136,12 @@ def test_shapes_outside_the_kernels_are_refused(case: Case, message: str) -> Non
         FlashInferAttention(case.layers(), case.pool("cpu"), fake_flashinfer)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"has_sinks": True}, "without attention sinks"),
-        ({"chunk": 64}, "it has windows, and no chunks"),
-    ],
-)
-def test_layers_that_the_kernels_are_not_used_for_are_refused(
-    changes: dict[str, Any], words: str
-) -> None:
-    case = Case()
-    layers = [replace(layer, **changes) for layer in case.layers()]
+def test_chunks_of_parts_of_pages_are_refused() -> None:
+    case = Case(chunks=(0, 24))
     with pytest.raises(
-        ConfigError, match=rf"flashinfer: .*{words}.*; use --attention-backend torch"
+        ConfigError, match=r"chunks of 24 tokens, which are no whole pages of 16; set --page-size"
     ):
-        FlashInferAttention(layers, case.pool("cpu"), fake_flashinfer)
+        FlashInferAttention(case.layers(), case.pool("cpu"), fake_flashinfer)
 
 
 def test_flashinfer_asked_for_by_name_is_an_error_on_a_cpu_pool() -> None:

@@ -77,7 +77,13 @@ def test_machine_code_is_made_without_a_gpu(torch_process: PreparedPython) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "quantization", "codes"),
-    [("qwen3-moe", "plain", 0), ("qwen3-moe", "fp8-block", 2), ("deepseek-v3", "fp8-block", 2)],
+    [
+        ("qwen3-moe", "plain", 0),
+        ("qwen3-moe", "fp8-block", 2),
+        ("deepseek-v3", "fp8-block", 2),
+        ("gpt-oss", "plain", 0),
+        ("llama4", "plain", 0),
+    ],
 )
 def test_recorded_steps_have_the_tokens_of_plain_torch_and_padding_chooses_nothing(
     triton_interpreter: PreparedPython, tmp_path: Path, variant: str, quantization: str, codes: int

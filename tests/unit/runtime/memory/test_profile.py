@@ -257,7 +257,7 @@ def config(**flags: Any) -> EngineConfig:
 def test_pool_is_what_the_warmup_leaves(made: Any, caplog: pytest.LogCaptureFixture) -> None:
     memory, asked = Counted(), config(mem_fraction_static=0.5)
     with caplog.at_level(logging.INFO):
-        pages = profile_memory(made, asked, 512, None, memory)
+        pages = profile_memory(made, made.spec.kv_spec(16), asked, 512, None, memory)
     page_bytes = made.spec.kv_spec(16).page_bytes
     needs = MemoryNeeds(80 * GIB, 70 * GIB, 2 * GIB, 0, 10 * GIB // 4, 0)
     assert pages == size_pool(needs, page_bytes, 0.5).pages
@@ -266,7 +266,7 @@ def test_pool_is_what_the_warmup_leaves(made: Any, caplog: pytest.LogCaptureFixt
     assert caplog.messages[-1] == (
         "GPU memory of 80.00 GiB: free 70.00 GiB beside weights of 2.00 GiB; a step takes 2.50 GiB, the attention "
         "backend 0.00 GiB, CUDA graphs 0.00 GiB, margin 0.25 GiB; KV pool 38.00 GiB (--mem-fraction-static 0.5): "
-        f"{pages} pages, {pages * 16} tokens"
+        f"{pages} pages of 16 tokens"
     )
 
 
@@ -274,6 +274,8 @@ def test_memory_for_graphs_is_kept_where_steps_will_be_recorded(
     made: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Recordable(TorchAttention):
+        views = ()
+
         def capture_bytes(self, largest: int) -> int:
             return largest * MIB
 
@@ -288,7 +290,7 @@ def test_memory_for_graphs_is_kept_where_steps_will_be_recorded(
         needs = MemoryNeeds(80 * GIB, 70 * GIB, 2 * GIB, captures, 10 * GIB // 4, graphs)
         asked = config(mem_fraction_static=0.99, **flags)
         assert (
-            profile_memory(made, asked, 512, None, Counted())
+            profile_memory(made, made.spec.kv_spec(16), asked, 512, None, Counted())
             == size_pool(needs, page_bytes, 0.99).pages
         )
 
@@ -304,10 +306,10 @@ def test_weights_that_cannot_fit_are_not_loaded(made: Any) -> None:
 
 def test_requested_pool_is_warmed_up_too_and_checked(made: Any) -> None:
     memory = Counted()
-    assert profile_memory(made, config(), 512, 100, memory) == 100
+    assert profile_memory(made, made.spec.kv_spec(16), config(), 512, 100, memory) == 100
     assert memory.steps == 10
     with pytest.raises(ConfigError, match="asked for"):
-        profile_memory(made, config(), 512, 100, Counted(free=GIB))
+        profile_memory(made, made.spec.kv_spec(16), config(), 512, 100, Counted(free=GIB))
 
 
 class Broken:
@@ -344,8 +346,15 @@ def test_flashinfer_that_cannot_run_ends_the_start(
             ConfigError,
             match=rf"--attention-backend {name}: .* cannot run here \(fatal error: cuda_fp8.*; use .* torch",
         ):
-            profile_memory(made, config(attention_backend=name), 512, None, Counted())
-    assert profile_memory(made, config(attention_backend="torch"), 512, None, Counted()) > 0
+            profile_memory(
+                made, made.spec.kv_spec(16), config(attention_backend=name), 512, None, Counted()
+            )
+    assert (
+        profile_memory(
+            made, made.spec.kv_spec(16), config(attention_backend="torch"), 512, None, Counted()
+        )
+        > 0
+    )
 
 
 def test_flashinfer_with_another_interface_ends_the_start_too(
@@ -356,7 +365,7 @@ def test_flashinfer_with_another_interface_ends_the_start_too(
         ConfigError,
         match=r"cannot run here \(TypeError: plan\(\) got an unexpected keyword argument",
     ):
-        profile_memory(made, config(), 512, None, Counted())
+        profile_memory(made, made.spec.kv_spec(16), config(), 512, None, Counted())
 
 
 def test_device_that_runs_out_of_memory_is_no_reason_for_another_backend(
@@ -368,7 +377,7 @@ def test_device_that_runs_out_of_memory_is_no_reason_for_another_backend(
     with pytest.raises(
         ConfigError, match=r"a step of the largest size does not fit .*20.00 GiB.*lower --chunk"
     ):
-        profile_memory(made, config(), 512, None, Counted())
+        profile_memory(made, made.spec.kv_spec(16), config(), 512, None, Counted())
     assert asked == ["auto"]
 
 
@@ -378,7 +387,9 @@ def test_error_of_the_reference_is_not_hidden(made: Any, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(warmup, "run_warmup", execute)
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        profile_memory(made, config(attention_backend="torch"), 512, None, Counted())
+        profile_memory(
+            made, made.spec.kv_spec(16), config(attention_backend="torch"), 512, None, Counted()
+        )
 
 
 def test_tensor_parallel_ranks_warm_up_together_and_take_the_smallest_pool(made: Any) -> None:
@@ -390,9 +401,15 @@ def test_tensor_parallel_ranks_warm_up_together_and_take_the_smallest_pool(made:
     first = TpContext(Shard(0, 2), Path(), broadcast=orders.append)
     other = TpContext(Shard(1, 2), Path(), receive=lambda: orders.pop(0))
     group: Any = Least()
-    assert profile_memory(made, config(), 512, None, Counted(), first, group) == 1234
+    assert (
+        profile_memory(made, made.spec.kv_spec(16), config(), 512, None, Counted(), first, group)
+        == 1234
+    )
     assert len(orders) == 10
-    assert profile_memory(made, config(), 512, None, Counted(), other, group) == 1234
+    assert (
+        profile_memory(made, made.spec.kv_spec(16), config(), 512, None, Counted(), other, group)
+        == 1234
+    )
     assert orders == []
 
 

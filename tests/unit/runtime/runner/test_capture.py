@@ -4,6 +4,7 @@ tests/parity/test_decode_graphs.py."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +21,15 @@ from baton import config
 from baton.errors import ConfigError
 from baton.layers.attention.base import GraphInputs
 from baton.layers.attention.flashinfer import FlashInferAttention
-from baton.layers.attention.paged_indices import PagedRows, pad_decode, pad_slots
+from baton.layers.attention.paged_indices import (
+    PagedRows,
+    View,
+    decode_rows,
+    pad_decode,
+    pad_slots,
+)
 from baton.layers.kv_pool import KvTensors, make_pool
+from baton.layers.spec import EVERYTHING
 from baton.runtime import build
 from baton.runtime.runner.capture import DecodeGraphs, rows_to_record
 from baton.runtime.runner.cuda_runner import DeviceRunner
@@ -46,7 +54,8 @@ def _one_thread() -> None:
 @given(st.integers(1, 40), st.integers(0, 100), st.data())
 def test_one_copy_fills_every_buffer(most: int, pages: int, data: st.DataObject) -> None:
     static = GraphInputs(most, pages, torch.device("cpu"))
-    fields = (static.token_ids, static.positions, static.slot_mapping, static.entries)
+    fields = (static.token_ids, static.positions, static.entries, *static.slot_mappings)
+    (view,) = static.views
     for n in data.draw(st.lists(st.integers(0, most), min_size=1, max_size=3)):
         columns = np.random.default_rng(n).integers(-(2**62), 2**62, (4, n))
         counts = np.array(data.draw(st.lists(st.integers(0, 5), min_size=n, max_size=n)), np.int32)
@@ -58,11 +67,11 @@ def test_one_copy_fills_every_buffer(most: int, pages: int, data: st.DataObject)
             np.arange(1, indptr[-1] + 1, dtype=np.int32) * 7,
             np.arange(n, dtype=np.int32) + 1,
         )
-        static.fill(LateStream(), columns, rows)
+        static.fill(LateStream(), columns, [rows])
         assert [x[:n].tolist() for x in fields] == columns.tolist()
-        assert static.page_indptr[: n + 1].tolist() == indptr.tolist()
-        assert static.page_indices[: indptr[-1]].tolist() == rows.kv_indices.tolist()
-        assert static.last_page_len[:n].tolist() == rows.last_page_len.tolist()
+        assert view.page_indptr[: n + 1].tolist() == indptr.tolist()
+        assert view.page_indices[: indptr[-1]].tolist() == rows.kv_indices.tolist()
+        assert view.last_page_len[:n].tolist() == rows.last_page_len.tolist()
 
 
 def test_table_reads_what_was_written_last() -> None:
@@ -100,28 +109,23 @@ def test_recorded_forward_attends_as_the_eager_one(
     data[pages] = torch.nan
     kv = KvTensors(case.kv_spec(), data, dummy_page=pages)
     backend = FlashInferAttention(case.layers(), kv, fake_flashinfer)
-    static = GraphInputs(4, pages + 4, torch.device("cpu"))
+    static = GraphInputs(4, pages + 4, torch.device("cpu"), views=len(backend.views))
     q, k, v = (
         torch.zeros(4, h, case.dim, dtype=torch.bfloat16) for h in (heads[0], heads[1], heads[1])
     )
     out = torch.zeros(2, 4, heads[0] * case.dim, dtype=torch.bfloat16)
 
     def layers(size: int) -> None:
-        backend.use_capture(size, static.slot_mapping[:size])
+        backend.use_capture(size, [slots[:size] for slots in static.slot_mappings])
         for layer in range(2):
             out[layer, :size].copy_(backend.forward(layer, q[:size], k[:size], v[:size]))
 
     replays: dict[int, Any] = {}
     with torch.inference_mode():
         for size in (4, 2, 1):
-            load(
-                backend,
-                static,
-                size,
-                PagedRows(*(np.zeros(n, np.int32) for n in (1, 0, 0))),
-                np.zeros(0, int),
-                kv,
-            )
+            no_rows = PagedRows(*(np.zeros(n, np.int32) for n in (1, 0, 0)))
+            views = [no_rows] * len(backend.views)
+            load(backend, static, size, views, np.zeros(0, int), kv)
             replays[size] = TapeRecorder().record(lambda size=size: layers(size))  # type: ignore[misc]
         free = rng.permutation(pages).tolist()
         rows = [
@@ -134,9 +138,14 @@ def test_recorded_forward_attends_as_the_eager_one(
             k.copy_(torch.randn(k.shape))
             v.copy_(torch.randn(v.shape))
             size = next(s for s in (1, 2, 4) if s >= len(some))
-            last = ((batch.kv_lens - 1) % page_size + 1).numpy()
-            load(backend, static, size, PagedRows(batch.page_indptr.numpy(), batch.page_indices.numpy(), last),
-                 batch.slot_mapping.numpy(), kv)  # fmt: skip
+            views = decode_rows(
+                batch.kv_lens.numpy(),
+                batch.page_indptr.numpy(),
+                [batch.page_indices.numpy()],
+                backend.views,
+                page_size,
+            )
+            load(backend, static, size, views, batch.slot_mapping.numpy(), kv)
             replays[size]()
             n = len(some)
             backend.plan(batch)
@@ -145,14 +154,19 @@ def test_recorded_forward_attends_as_the_eager_one(
 
 
 def load(
-    backend: Any, static: GraphInputs, size: int, rows: PagedRows, slots: np.ndarray, kv: KvTensors
+    backend: Any,
+    static: GraphInputs,
+    size: int,
+    views: list[PagedRows],
+    slots: np.ndarray,
+    kv: KvTensors,
 ) -> None:
     if size not in backend._captured:
         backend.prepare_capture(size, static)
     assert kv.dummy_page is not None
-    padded = pad_decode(rows, size, kv.dummy_page)
+    padded = [pad_decode(rows, size, kv.dummy_page) for rows in views]
     columns = np.zeros((4, size), np.int64)
-    columns[2] = pad_slots(slots, size, kv.dummy_page, kv.page_size)
+    columns[3] = pad_slots(slots, size, kv.dummy_page, kv.page_size)
     static.fill(LateStream(), columns, padded)
     backend.plan_replay(size, padded)
 
@@ -178,14 +192,18 @@ def test_large_sizes_of_many_heads_get_a_larger_workspace() -> None:
 
 
 class RecordedCheck(DeviceCheck):
+    views = (View(0, EVERYTHING),)
+
     def capture_bytes(self, largest: int) -> int:
         return 0
 
     def prepare_capture(self, size: int, static: GraphInputs) -> None: ...
-    def plan_replay(self, size: int, rows: PagedRows) -> None:
+    def plan_replay(self, size: int, views: Sequence[PagedRows]) -> None:
+        (rows,) = views
         assert len(rows) == size
 
-    def use_capture(self, size: int, slot_mapping: Tensor) -> None:
+    def use_capture(self, size: int, slot_mappings: Sequence[Tensor]) -> None:
+        (slot_mapping,) = slot_mappings
         assert slot_mapping.device.type == "cuda"
         assert len(slot_mapping) == size
 
