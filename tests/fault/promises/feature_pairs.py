@@ -32,6 +32,11 @@ FEATURES = {
     "choices": "several choices",
     "logprobs": "logprobs of answers",
     "prompts": "logprobs of prompts",
+    "drafts": "speculative decoding",
+    "windows": "windows, chunks (page groups)",
+    "states": "states of sequences",
+    "codes": "FP8 KV cache",
+    "quantized": "quantized weights",
     "simulate": "`--simulate`",
 }
 """Short name → name in the table, in the order of its rows."""
@@ -98,8 +103,93 @@ def _pairs_in_one_process() -> Iterator[FeaturePair]:
         yield _works(first, second, f"{IN_ONE_PROCESS}:test_engine_with_two_features_has_both")
 
 
+DRAFTS = "tests/parity/test_speculation_matrix.py:test_answers_are_those_without_drafts"
+MATRIX = "tests/parity/test_matrix.py:test_tokens_are_those_of_the_judge"
+BORDERS = "tests/parity/test_window_borders.py"
+STATES = "tests/parity/test_states.py"
+STATE_PAIRS = "tests/parity/test_pair_states.py"
+CODES = "tests/parity/test_fp8_cache.py"
+
+
+def _pairs_of_models() -> Iterator[FeaturePair]:
+    """Kinds of models and their forms, and drafts."""
+    for feature in ("pd", "resume", "preempt", "grammar", "choices", "logprobs"):
+        yield _works(feature, "drafts", DRAFTS)
+    yield _works(
+        "tp", "drafts", "tests/parity/test_tensor_parallel.py:test_ranks_compute_rows_with_drafts"
+    )
+    yield _works(
+        "host",
+        "drafts",
+        "tests/parity/test_draft_heads.py:test_no_draft_reads_an_entry_of_another_text",
+    )
+    yield _works("pd", "windows", f"{BORDERS}:test_pair_equals_transformers")
+    yield _works(
+        "preempt", "windows", f"{BORDERS}:test_engine_with_too_few_pages_equals_transformers"
+    )
+    yield _works(
+        "host", "windows", f"{BORDERS}:test_engine_through_the_host_pool_equals_transformers"
+    )
+    yield _works(
+        "graphs",
+        "windows",
+        "tests/parity/test_decode_graphs.py:test_pages_behind_windows_go_to_other_rows",
+    )
+    yield _works(
+        "drafts", "windows", "tests/parity/test_speculation.py:test_models_with_windows_and_sinks"
+    )
+    yield _works(
+        "pd",
+        "states",
+        f"{STATE_PAIRS}:test_prompts_around_every_border_equal_transformers_with_hits_on_either_node",
+    )
+    yield _works(
+        "resume",
+        "states",
+        f"{STATE_PAIRS}:test_answer_resumed_by_another_pair_goes_on_as_it_would_have",
+    )
+    yield _works(
+        "preempt", "states", f"{STATES}:test_suspended_and_resumed_the_tokens_are_transformers"
+    )
+    yield _works(
+        "tp",
+        "states",
+        "tests/e2e/engines/test_tensor_parallel.py:test_divided_nodes_exchange_states_and_equal_transformers",
+    )
+    yield _refused(
+        "drafts",
+        "states",
+        "tests/parity/test_draft_model.py:test_a_model_with_states_is_refused",
+        "a state cannot take back a token",
+    )
+    yield _works("pd", "codes", f"{CODES}:test_pair_equals_one_process")
+    for feature in ("host", "preempt"):
+        yield _works(feature, "codes", f"{CODES}:test_chunks_hits_and_preemption_change_no_token")
+    yield _works(
+        "graphs", "codes", "tests/parity/test_decode_graphs.py:test_graphs_on_off_and_the_cpu"
+    )
+    yield _works(
+        "pd",
+        "quantized",
+        "tests/parity/test_quantized.py:test_pair_equals_transformers_on_dequantized_weights",
+    )
+    yield _works(
+        "graphs",
+        "quantized",
+        "tests/unit/layers/kernels/test_experts.py"
+        ":test_recorded_steps_have_the_tokens_of_plain_torch_and_padding_chooses_nothing",
+    )
+    for first, second in (
+        ("resume", "windows"), ("resume", "codes"), ("resume", "quantized"), ("tp", "windows"),
+        ("tp", "codes"), ("tp", "quantized"), ("preempt", "quantized"), ("windows", "codes"),
+        ("windows", "quantized"), ("states", "quantized"),
+    ):  # fmt: skip
+        yield _works(first, second, MATRIX)
+
+
 PAIRS = (
     *_pairs_in_one_process(),
+    *_pairs_of_models(),
     _not_done(
         "host",
         "prompts",

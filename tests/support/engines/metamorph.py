@@ -18,6 +18,7 @@ import pytest
 
 from baton.errors import WrongState
 from baton.runtime.engine_loop import EngineLoop
+from baton.sched.types.plan import TokenLogprobs
 from baton.sched.types.request import FinishReason, Rendezvous, SamplingParams, ValidatedRequest
 from tests.support.engines.engine_run import greedy, make_engine
 
@@ -29,6 +30,7 @@ class Cluster:
 
     def __init__(self, path: Path | str, route: str = "one", **flags: object) -> None:
         self._pair: Any = None
+        self._make_decode_node: Callable[[], Any] = lambda: None
         if route == "one":
             self.engines: list[EngineLoop] = [make_engine(path, **flags)]
         else:
@@ -38,12 +40,24 @@ class Cluster:
                 exc_type=ImportError,
             )
             self._pair = pair.Pair(path, route, **flags)
+            shared = {
+                name: flag for name, flag in flags.items() if name not in ("p_more", "d_more")
+            }
+            d_flags: Any = shared | flags.get("d_more", {})  # type: ignore[operator]
+            self._make_decode_node = lambda: pair.Half(path, "decode", route, **d_flags)
             self.engines = [self._pair.p.engine, self._pair.d.engine]
         self.got: dict[int, list[int]] = {}
         self.cached: dict[int, int] = {}
-        self.finished: set[int] = set()
+        self.logprobs: dict[int, list[TokenLogprobs | None]] = {}
+        """By handle, one for each token."""
+        self.ends: dict[int, FinishReason] = {}
+        """Why answers ended, by handle."""
         self.suspended = 0
         """Suspensions that `suspend_at` has asked for and got."""
+
+    @property
+    def finished(self) -> set[int]:
+        return set(self.ends)
 
     def submit(self, prompt: Sequence[int], params: SamplingParams, priority: int = 0) -> int:
         handle = next(_handles)
@@ -57,6 +71,7 @@ class Cluster:
             priority=priority,
         )  # fmt: skip
         self.got[handle] = []
+        self.logprobs[handle] = []
         for engine in self.engines:
             engine.submit(req)
         return handle
@@ -71,9 +86,10 @@ class Cluster:
                 assert out.finish is not FinishReason.ERROR, out.error
                 if engine is self.engines[-1]:
                     self.got[out.handle].extend(out.tokens)
+                    self.logprobs[out.handle].extend([out.logprobs] * len(out.tokens))
                     self.cached[out.handle] = out.cached_tokens
                     if out.finish is not None:
-                        self.finished.add(out.handle)
+                        self.ends[out.handle] = out.finish
         if not busy and self._pair is not None:
             self._pair.wait()
 
@@ -107,6 +123,12 @@ class Cluster:
         self.until(lambda: handle in self.finished)
         self.rest()
         return self.got[handle]
+
+    def replace_decode_node(self) -> None:
+        """It dies, and another one is there."""
+        self._pair.d.close()
+        self._pair.d = self._make_decode_node()
+        self.engines[-1] = self._pair.d.engine
 
     def close(self) -> None:
         if self._pair is not None:
