@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from baton.layers import ops
-from tests.parity.conftest import STEPS
-from tests.support.models.checkpoints import VARIANTS
+from tests.parity.conftest import STEPS, Reference
+from tests.parity.test_engine import prompts_of
+from tests.support.models.checkpoints import VARIANTS, WITH_STATES
 from tests.support.models.model_loop import ModelLoop
 from tests.support.models.whole_model import load_model
 
+SAME_BITS = ("llama", "gemma3", "gpt-oss", "llama4", "deepseek-v3")
+"""Heads, windows, sinks, chunks and latents."""
 ops_as_loaded = ops._native
 
 
@@ -109,3 +115,28 @@ def test_rows_that_do_not_sample_cost_no_logits_but_leave_their_kv(reference, ba
     seq.computed = 20
     logits = loop.decoder.forward(loop.batch([(seq, 13)]), loop.attn)
     torch.testing.assert_close(logits, ref.logits[0][-1:], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        name if name in SAME_BITS else pytest.param(name, marks=pytest.mark.slow)
+        for name in VARIANTS
+        if name not in WITH_STATES
+    ],
+)
+def test_logits_have_the_same_bits_token_by_token_and_in_any_chunks_and_pages(
+    reference: Callable[[str], Reference], variant: str, dtype: str
+) -> None:
+    """Decode is a chunk of one token: an answer that is resumed from its tokens goes on as it would have.
+
+    (Families with states: test_states.py.)"""
+    pytest.importorskip("baton._native", reason="the native module is not built")
+    model = load_model(reference(variant).path, dtype=dtype)
+    model.pack()
+    prompt = prompts_of(random.Random(1), [90])[0]
+    whole = ModelLoop(model, "cpu", 16).prompt_logits(prompt, 1000)
+    for page_size, chunk in ((1, 7), (4, 1), (64, 33)):
+        logits = ModelLoop(model, "cpu", page_size).prompt_logits(prompt, chunk)
+        assert torch.equal(logits, whole), (page_size, chunk)
