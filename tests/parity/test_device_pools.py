@@ -102,9 +102,21 @@ def work(
     return prompts, reference.answers(prompts, STEPS)
 
 
-@pytest.mark.parametrize("via", ["cuda_ipc", "gloo", "tcp"])
-def test_relay_equals_transformers(reference: Callable[[str], Reference], via: str) -> None:
-    ref = reference("llama")
+@pytest.mark.parametrize(
+    ("via", "variant"),
+    [
+        ("cuda_ipc", "llama"),
+        ("gloo", "llama"),
+        ("tcp", "llama"),
+        ("cuda_ipc", "gemma3"),
+        ("gloo", "gpt-oss"),
+        ("cuda_ipc", "qwen3-next"),
+    ],
+)
+def test_relay_equals_transformers(
+    reference: Callable[[str], Reference], via: str, variant: str
+) -> None:
+    ref = reference(variant)
     prompts, want = work(ref)
     with Rig(ref.path, [via]) as rig:
         assert rig.pair.answer(prompts, greedy(STEPS)) == want
