@@ -12,6 +12,7 @@ from baton.layers.attention.flashinfer import FlashInferAttention
 from tests.support.engines.engine_run import answer, greedy, make_engine
 from tests.support.models.checkpoints import (
     VOCAB,
+    WITH_STATES,
     make_checkpoint,
     reference_greedy,
     reference_model,
@@ -70,6 +71,26 @@ def test_blocks_without_a_kernel_of_heads_equal_transformers(tmp_path: Path, var
     want = [reference_greedy(model, p, STEPS) for p in prompts()]
     engine = make_engine(path, device="cuda", attention_backend="torch")
     assert answer(engine, prompts(), greedy(STEPS)) == want
+    engine.close()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("variant", WITH_STATES)
+def test_states_of_sequences_equal_transformers(tmp_path: Path, variant: str) -> None:
+    """Prompts in chunks, and prefixes that end with a snapshot."""
+    path = make_checkpoint(variant, tmp_path)
+    model = reference_model(path)
+    want = [reference_greedy(model, p, STEPS) for p in prompts()]
+    engine = make_engine(
+        path,
+        device="cuda",
+        attention_backend="torch",
+        chunked_prefill_size=24,
+        state_snapshot_tokens=16,
+    )
+    assert answer(engine, prompts(), greedy(STEPS)) == want
+    assert answer(engine, prompts()[::-1], greedy(STEPS), stagger=2) == want[::-1]
+    assert engine.sched.hit_tokens["device"] > 0
     engine.close()
 
 

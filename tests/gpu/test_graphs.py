@@ -26,6 +26,7 @@ from baton.sched.types.plan import (
 from baton.sched.types.request import SamplingParams, ValidatedRequest
 from tests.support.engines.engine_run import make_engine
 from tests.support.models import shapes
+from tests.support.models.checkpoints import VOCAB, make_checkpoint
 from tests.support.probes import RunnerProbe
 
 pytestmark = pytest.mark.timeout(600)  # kernels are compiled at their first use
@@ -50,22 +51,24 @@ def demo() -> str:
     return str(resolve("demo"))
 
 
-def prompts(count: int) -> list[list[int]]:
+def prompts(count: int, vocab: int) -> list[list[int]]:
     rng = random.Random(5)
-    shared = [rng.randrange(3, 3000) for _ in range(40)]
+    shared = [rng.randrange(3, vocab) for _ in range(40)]
     lengths = itertools.islice(itertools.cycle((1, 3, 16, 17, 33, 70)), count)
-    return [shared[: n // 2] + [rng.randrange(3, 3000) for _ in range(n - n // 2)] for n in lengths]
+    return [
+        shared[: n // 2] + [rng.randrange(3, vocab) for _ in range(n - n // 2)] for n in lengths
+    ]
 
 
 Answer = list[tuple[int, float]]
 """Tokens, each with how far the second likeliest was behind."""
 
 
-def answers(engine: EngineLoop, count: int, **params: object) -> list[Answer]:
+def answers(engine: EngineLoop, count: int, vocab: int = 3000, **params: object) -> list[Answer]:
     """One request more every other turn, so that batches of every size come and go."""
     wanted = SamplingParams(max_new_tokens=STEPS, logprobs=2, **params)  # type: ignore[arg-type]
     got: dict[int, Answer] = {i: [] for i in range(1, count + 1)}
-    todo, turn = list(enumerate(prompts(count), 1)), 0
+    todo, turn = list(enumerate(prompts(count, vocab), 1)), 0
     while True:
         if todo and turn % 2 == 0:
             handle, prompt = todo.pop(0)
@@ -114,6 +117,20 @@ def test_graphs_and_overlap_on_and_off(demo: str) -> None:
     agree(found[True, True], found[True, False])
     agree(found[False, True], found[True, True])
     agree(found[False, False], found[False, True])
+
+
+def test_states_with_graphs_and_without(tmp_path: Path) -> None:
+    """Heads of 64, which flashinfer takes."""
+    path = make_checkpoint("qwen3.5", tmp_path, dtype="bfloat16", head_dim=64)
+    flags = {**FLAGS, "state_snapshot_tokens": 32, "max_total_tokens": 16384}
+    found = {}
+    for graphs in (True, False):
+        engine = make_engine(path, **flags, disable_cuda_graph=not graphs)
+        assert isinstance(engine.runner, DeviceRunner)
+        assert (RunnerProbe(engine.runner).graphs is not None) == graphs
+        found[graphs] = answers(engine, 30, VOCAB, temperature=0.0, ignore_eos=True)
+        engine.close()
+    agree(found[True], found[False])
 
 
 def test_every_capture_size_computes_the_same_as_the_eager_step(demo: str) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from baton.layers import ops
 from baton.layers.ops_cuda import FlashInferOps, find_obstacle, try_out
-from tests.support.kernels import coded_cases, expert_cases, head_cases
+from tests.support.kernels import coded_cases, expert_cases, head_cases, recurrent_cases
 from tests.support.models import shapes
 from tests.support.models.whole_model import load_model
 
@@ -92,6 +92,27 @@ def test_heads_are_normed_rotated_and_stored() -> None:
 def test_experts_are_the_sums_of_plain_torch() -> None:
     for seed, shape in enumerate(expert_cases.shapes(60)):
         expert_cases.check(shape, seed, CUDA)
+
+
+def test_states_are_those_of_plain_torch_in_any_cuts_of_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ops, "_native", None)
+    for seed, case in enumerate(recurrent_cases.delta_cases(60)):
+        recurrent_cases.check_delta(case, seed, CUDA)
+    for rows_decay in (False, True):
+        recurrent_cases.check_against_transformers(rows_decay=rows_decay, device=CUDA)
+    recurrent_cases.check_softplus(CUDA)
+
+
+def test_states_are_copied_to_pages_and_back() -> None:
+    for seed in range(30):
+        recurrent_cases.check_copies(seed, CUDA)
+
+
+@pytest.mark.parametrize("rows_decay", [False, True])
+def test_rows_of_states_are_read_at_each_replay(rows_decay: bool) -> None:
+    recurrent_cases.check_replays(rows_decay=rows_decay)
 
 
 def test_products_with_quantized_matrices_are_those_of_their_numbers() -> None:

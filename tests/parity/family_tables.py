@@ -9,7 +9,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-from baton.errors import ConfigError
 from baton.layers.spec import AttentionSpec, LatentSpec, LayerAttention
 from baton.models.families import FAMILIES
 from baton.models.spec.model import ModelSpec
@@ -17,7 +16,7 @@ from baton.models.spec_reader import read_spec
 from tests.parity.test_matrix import CASES, FORM_FLAGS, SURROUNDINGS
 from tests.parity.test_tensor_parallel import FAMILIES as DIVIDED
 from tests.parity.test_transformers_backend import OFTEN
-from tests.support.models.checkpoints import VARIANTS, variant_config
+from tests.support.models.checkpoints import VARIANTS
 from tests.support.models.foreign_checkpoints import FOREIGN, REFUSED
 from tests.support.models.published import PUBLISHED, published_config
 
@@ -27,15 +26,12 @@ def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
-def _spec_of(config: dict[str, object], *, on_cpu: bool = True) -> ModelSpec:
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(config))
-        return read_spec(folder, load_format="dummy", on_cpu=on_cpu)
-
-
 def read_published(name: str, **changes: object) -> ModelSpec:
     """A published model, with changes of its config.json."""
-    return _spec_of(published_config(name) | changes)
+    config = published_config(name) | changes
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(config))
+        return read_spec(folder, load_format="dummy")
 
 
 def _variants_by_architecture() -> dict[str, list[str]]:
@@ -43,22 +39,6 @@ def _variants_by_architecture() -> dict[str, list[str]]:
     for name, (family, _) in VARIANTS.items():
         names[f"{family}ForCausalLM"].append(name)
     return names
-
-
-def _gpu_cell(variants: list[str]) -> str:
-    """What `--device cuda` says to a family's variants."""
-    refusals = []
-    for name in variants:
-        config = variant_config(name).to_dict() | {"dtype": "bfloat16"}
-        config |= {"architectures": [f"{VARIANTS[name][0]}ForCausalLM"]}
-        try:
-            _spec_of(config, on_cpu=False)
-        except ConfigError as err:
-            refusals.append(err.message.rpartition("; ")[2].removesuffix(" need --device cpu"))
-    reasons = ", ".join(dict.fromkeys(refusals)).replace(" needs --device cpu", "")
-    if len(refusals) == len(variants):
-        return f"no: {reasons}"
-    return f"yes, but for {reasons}" if refusals else "yes"
 
 
 def families_table() -> str:
@@ -69,7 +49,7 @@ def families_table() -> str:
         sizes[f"{VARIANTS[name][0]}ForCausalLM"].add(str(size))
     header = (
         "architecture", "`model_type`", "attention", "feed-forward", "context [tokens]",
-        "`--device cuda`", "compared with transformers as", "divided by",
+        "compared with transformers as", "divided by",
     )  # fmt: skip
     rows = []
     for architecture, family in FAMILIES.items():
@@ -81,7 +61,6 @@ def families_table() -> str:
                 family.attention,
                 family.feed_forward,
                 str(family.max_position),
-                _gpu_cell(names),
                 ", ".join(names),
                 ", ".join(sorted(sizes[architecture])),
             )

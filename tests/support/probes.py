@@ -128,6 +128,11 @@ class RunnerProbe:
         return self._runner._attn
 
     @property
+    def slot_states(self) -> Any:
+        """States of all slots: uint8 [slots, bytes]."""
+        return self._runner._states.buffers.data
+
+    @property
     def graphs(self) -> Any:
         """Recorded decode steps; None without CUDA graphs."""
         return self._runner._graphs
@@ -136,9 +141,9 @@ class RunnerProbe:
         """Call `on_step` with each step that is uploaded, because no graph replays it."""
         upload = self._runner._upload_step
 
-        def watched(step: Any, indices: Any) -> Any:
+        def watched(step: Any, *more: Any) -> Any:
             on_step(step)
-            return upload(step, indices)
+            return upload(step, *more)
 
         self._runner._upload_step = watched
 
@@ -146,7 +151,8 @@ class RunnerProbe:
         return self._runner._begin_step(plan)
 
     def make_batch(self, step: Any, indices: Any) -> Any:
-        return self._runner._make_batch(step, indices)
+        states = self._runner._begin_states(step)
+        return self._runner._make_batch(step, indices, states)
 
 
 class DecoderProbe:

@@ -73,7 +73,7 @@ def _hash_scales(scales: Sequence[KvScales]) -> str:
 
 ROLLING_SNAPSHOT_TOKENS = 64
 """Tokens of an answer from one rolling snapshot to the next (cache.group_pages). The copy moves a
-state's bytes four times, a step moves them twice: every 64 tokens that is 3 % of what states move."""
+state's bytes twice, as a step does: every 64 tokens that is 2 % of what states move."""
 
 
 @dataclass(frozen=True, slots=True)

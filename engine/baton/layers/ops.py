@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from baton.layers.kernels.coded import CodedMatrix
     from baton.layers.ops_cpu import NativeMatrix, PackedHeads, PackedWeight, QuantizedWeight
     from baton.layers.ops_cuda import FlashInferOps
-    from baton.layers.recurrent_state import StateRows
+    from baton.layers.recurrent_state import StateCopies, StateRows
     from baton.layers.spec import DeltaSpec, KernelShapes
 
 log = logging.getLogger("baton.ops")
@@ -86,10 +86,12 @@ def _choose_triton(shapes: KernelShapes, device: torch.device, *, required: bool
 
         _head_kernel = store_heads
         log.info("norm, rotation and store of heads, and the sampler: Triton")
-    elif shapes.experts or shapes.is_quantized:
-        weights = "experts" if shapes.experts else "quantized weights"
+    elif shapes.experts or shapes.is_quantized or shapes.state is not None:
+        parts = "experts" if shapes.experts else "quantized weights"
+        if shapes.state is not None:
+            parts = "states of sequences"
         raise ConfigError(
-            f"Triton's kernels cannot run here ({problem}), and {weights} have no others on a GPU; "
+            f"Triton's kernels cannot run here ({problem}), and {parts} have no others on a GPU; "
             f"{triton_kernels.REMEDY}, or use --device cpu"
         )
     elif required:
@@ -456,6 +458,33 @@ def clamped_silu_mul(gate_up: Tensor, gain: float, limit: float) -> Tensor:
     return gate * (gate * gain).sigmoid() * (up.clamp(-limit, limit) + 1)
 
 
+def copy_states(
+    states: Tensor, pages: Tensor, copies: StateCopies, part: range, *, to_pages: bool
+) -> None:
+    """Copy bytes of slots to their pages, or back.
+
+    Args:
+        states: uint8 [slots, slot_bytes].
+        pages: uint8 [pages of the pool, bytes of a page], rows contiguous.
+        part: bytes of each slot that are copied.
+    """
+    if not states.is_cpu:
+        from baton.layers.kernels import recurrent
+
+        recurrent.copy_states(states, pages, copies, part, to_pages=to_pages)
+        return
+    size = pages.shape[1]
+    places = range(part.start // size, -(-part.stop // size))
+    for slot, own_pages in zip(copies.slots.tolist(), copies.pages.tolist(), strict=True):
+        for place in places:
+            first = place * size
+            inside = range(max(part.start, first), min(part.stop, first + size))
+            state = states[slot, inside.start : inside.stop]
+            copy = pages[own_pages[place], inside.start - first : inside.stop - first]
+            target, source = (copy, state) if to_pages else (state, copy)
+            target.copy_(source)
+
+
 def causal_conv(x: Tensor, weight: Tensor, *, state: Tensor, rows: StateRows, out: Tensor) -> None:
     """Write silu(sum of the last inputs times their weights) for x [T, C], each channel by itself.
     The states of the rows become their last inputs.
@@ -467,6 +496,11 @@ def causal_conv(x: Tensor, weight: Tensor, *, state: Tensor, rows: StateRows, ou
     """
     if native := _native_for(x):
         native.causal_conv(x, weight, state=state, rows=rows, out=out)
+        return
+    if not x.is_cpu:
+        from baton.layers.kernels import recurrent
+
+        recurrent.causal_conv(x, weight, state=state, rows=rows, out=out)
         return
     for start, end, slot in rows.in_order():
         inputs = torch.cat((state[slot], x[start:end]))
@@ -507,6 +541,21 @@ def gated_delta(
     """
     if native := _native_for(qkv):
         native.gated_delta(
+            qkv,
+            strengths,
+            decays,
+            rate=rate,
+            bias=bias,
+            sizes=sizes,
+            state=state,
+            rows=rows,
+            out=out,
+        )
+        return
+    if not qkv.is_cpu:
+        from baton.layers.kernels import recurrent
+
+        recurrent.gated_delta(
             qkv,
             strengths,
             decays,

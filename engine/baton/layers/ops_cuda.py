@@ -42,6 +42,8 @@ def find_obstacle(shapes: KernelShapes) -> str | None:
     if shapes.heads is not None and shapes.heads.head_dim not in HEAD_DIMS:
         return f"they take heads of {', '.join(map(str, HEAD_DIMS))}, the model's have {shapes.heads.head_dim}"
     sizes = {"hidden_size": shapes.hidden_size} | shapes.inner_sizes
+    if shapes.state is not None:
+        sizes["linear_value_head_dim"] = shapes.state.value_dim
     for name, size in sizes.items():
         if size % _AT_ONCE:
             return f"they take multiples of {_AT_ONCE}, the model's {name} on one rank is {size}"

@@ -231,3 +231,5 @@ class KernelShapes:
     """Those of all layers, each once."""
     is_quantized: bool = False
     """Whether matrices stay quantized."""
+    state: DeltaSpec | None = None
+    """Of the layers that keep a state per sequence, which are alike; None: no layer does."""

@@ -96,8 +96,6 @@ def read_spec(
     if quantization is not None:
         _check_quantization(quantization, scheme, load_format)
     layers = family.read_layers(config)
-    if not on_cpu and (obstacle := _gpu_obstacle(layers)):
-        config.refuse("architectures", [architecture], f"{obstacle} need --device cpu")
     max_context = family.read_max_context(config)
     layers, is_long = _rotate_for_context(layers, context_length or max_context)
     chosen_dtype = compute_dtype(dtype, checkpoint_dtype(config, root), on_cpu=on_cpu)
@@ -140,18 +138,6 @@ def _check_fp8_cache(layers: tuple[LayerSpec, ...]) -> None:
         problem = "models with states of sequences keep K and V in the compute type in this version"
     if problem is not None:
         raise ConfigError(f"--kv-cache-dtype {FP8}: {problem}; use --kv-cache-dtype auto")
-
-
-def find_gpu_obstacle(path: str | Path) -> str | None:
-    """What of a model has no kernels on GPUs; None: everything has some. Raises ConfigError."""
-    config = read_model_config(Path(path))
-    family = FAMILIES[read_architecture(config)]
-    return _gpu_obstacle(family.read_layers(config.text_part()))
-
-
-def _gpu_obstacle(layers: tuple[LayerSpec, ...]) -> str | None:
-    has_states = any(isinstance(layer.attention, DeltaBlockSpec) for layer in layers)
-    return "states of sequences" if has_states else None
 
 
 def _rotate_for_context(

@@ -36,7 +36,7 @@ from baton.models.decoder import Decoder
 from baton.models.load import OnProgress, load_weights
 from baton.models.served import ServedModel, ServedSpec
 from baton.models.spec.model import ModelSpec, share_of, weight_bytes
-from baton.models.spec_reader import find_gpu_obstacle, read_spec
+from baton.models.spec_reader import read_spec
 from baton.models.transformers_backend.choice import choose_impl
 from baton.runtime import device
 from baton.runtime.draft_model import (
@@ -180,7 +180,7 @@ def load_rank(
     pages = _requested_pages(config, spec, compute, draft_sizes)
     memory = placed.memory
     if memory is not None:
-        kv_spec = _kv_spec(config, spec, compute)
+        kv_spec = _kv_spec(config, spec)
         pages = profile_memory(model, kv_spec, config, context, pages, memory, place, placed.group)
     assert pages is not None, "a pool in host memory has a default size"
     kv, attn = _make_pool(config, spec, pages, compute)
@@ -328,9 +328,7 @@ def _load_native(
     on_progress: OnProgress,
 ) -> _PlacedModel:
     """Blocks of our own, of which a rank computes its share."""
-    # The CPU has kernels for everything.
-    obstacle = None if config.device == "cpu" else find_gpu_obstacle(model_dir)
-    compute = device.resolve_device(config, shard.rank, obstacle)
+    compute = device.resolve_device(config, shard.rank)
     whole_spec = _read_spec(config, model_dir, compute, shard)
     group = None
     if place is not None:
@@ -393,7 +391,7 @@ def _requested_pages(
     """Pages of the KV pool by the flags; None: as many as the device has room for."""
     default_mib = CPU_POOL_MIB if compute.type == "cpu" else None
     mib = config.kv_pool_mib or default_mib
-    kv_spec = _kv_spec(config, spec, compute)
+    kv_spec = _kv_spec(config, spec)
     pages = asked_pages(
         kv_spec, config.max_total_tokens, mib, draft.page_bytes, draft.scratch_bytes
     )
@@ -405,11 +403,10 @@ def _requested_pages(
     return pages
 
 
-def _kv_spec(config: EngineConfig, spec: ServedSpec, compute: torch.device) -> KVSpec:
+def _kv_spec(config: EngineConfig, spec: ServedSpec) -> KVSpec:
     """The page groups of the pool."""
     kv_spec = spec.kv_spec(config.page_size).divide(spec.attention)
-    # States are computed on the CPU alone.
-    if not spec.states or compute.type != "cpu":
+    if not spec.states:
         return kv_spec
     return kv_spec.with_states(spec.states, config.state_snapshot_tokens)
 
@@ -424,7 +421,7 @@ def _make_pool(
         "another process took memory meanwhile: start again, or lower --mem-fraction-static",
     ):
         kv = make_pool(
-            _kv_spec(config, spec, compute),
+            _kv_spec(config, spec),
             pages,
             native=disaggregated or None,
             device=compute,

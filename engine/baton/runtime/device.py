@@ -36,20 +36,15 @@ def no_cuda() -> str | None:
     )
 
 
-def resolve_device(
-    config: EngineConfig, tp_rank: int = 0, obstacle: str | None = None
-) -> torch.device:
+def resolve_device(config: EngineConfig, tp_rank: int = 0) -> torch.device:
     """The device of --device: tensor-parallel rank i computes on the i-th CUDA device. `auto` takes
     CUDA where there is one and nothing asked for is in its way.
 
-    Args: `obstacle`: what of the model has no kernels on GPUs; None: everything has some.
     Raises ConfigError when the device is not there, or cannot do what the other flags ask.
     """
     if config.device == "cpu":
         return torch.device("cpu")
     problem = no_cuda() or _beyond_cuda(config)
-    if problem is None and obstacle is not None:
-        problem = f"{obstacle} have no kernels there"
     if problem is None:
         if config.tp_size > 1:
             torch.cuda.set_device(tp_rank)

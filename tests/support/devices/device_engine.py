@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ from baton.layers.attention.base import GraphAttention
 from baton.layers.attention.flashinfer_latent import FlashInferLatentAttention
 from baton.layers.host_pool import HostPool
 from baton.layers.kv_pool import KvTensors, make_pool
-from baton.layers.spec import common_latents
+from baton.layers.recurrent_state import StateRows
+from baton.layers.spec import PLAIN_EXPERTS, ExpertForm, common_latents
 from baton.models.decoder import Decoder
 from baton.runtime import build as runtime
 from baton.runtime.engine_loop import EngineLoop
@@ -73,6 +74,10 @@ class Device:
         ):  # fmt: skip
             self.monkeypatch.setattr(module, name, value)
 
+        for name in ("causal_conv", "gated_delta"):
+            self.monkeypatch.setattr(ops, name, recorded_kernel(_PLAIN[name]))
+        self.monkeypatch.setattr(ops, "pack_experts", pack_plain_experts)
+
         def make_runner(
             model: Decoder, kv: KvTensors, attn: object, max_slots: int, **more: Any
         ) -> DeviceRunner:
@@ -98,6 +103,82 @@ class Device:
         with self.monkeypatch.context() as patch:
             patch.setattr(runtime, "make_runner", make_runner)
             return make_engine(path, **flags)
+
+
+_PLAIN: dict[str, Callable[..., None]] = {
+    "causal_conv": ops.causal_conv,
+    "gated_delta": ops.gated_delta,
+}
+
+
+@dataclass
+class PlainExperts:
+    """In place of the Triton kernel of experts of the plain form: plain torch, which reads choices
+    when it is launched, and when it is replayed. Rows of padding choose none."""
+
+    gate_up: list[Tensor]
+    down: list[Tensor]
+    first_expert: int
+
+    def pass_tokens(self, x: Tensor, experts: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+        y = torch.empty_like(x)
+
+        def launch() -> None:
+            total = torch.zeros(x.shape)
+            chosen = experts[experts >= 0]
+            counts.add_(chosen.bincount(minlength=len(counts)))
+            for slot in range(experts.shape[1]):
+                for number, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
+                    rows = (experts[:, slot] == self.first_expert + number).nonzero().flatten()
+                    result = ops.linear(ops.silu_mul(ops.linear(x[rows], gate_up)), down)
+                    total[rows] += result.float() * weights[rows, slot, None].float()
+            y.copy_(total)
+
+        if fake_flashinfer.record_kernel is None:
+            launch()
+        else:
+            fake_flashinfer.record_kernel(launch)
+        return y
+
+
+def pack_plain_experts(
+    gate_up: list[Tensor],
+    down: list[Tensor],
+    first_expert: int,
+    *,
+    form: ExpertForm,
+    gate_up_biases: Sequence[Tensor],
+    down_biases: Sequence[Tensor],
+) -> PlainExperts | None:
+    """In place of `ops.pack_experts`. Experts of another form are computed by `ops.pass_experts`,
+    in eager steps."""
+    if form != PLAIN_EXPERTS or gate_up_biases or down_biases:
+        return None
+    return PlainExperts(gate_up, down, first_expert)
+
+
+def recorded_kernel(plain: Callable[..., None]) -> Callable[..., None]:
+    """In place of a Triton kernel on rows of states: strict about rows, plain torch inside, which
+    reads them when it is launched, and when it is replayed."""
+
+    def launch(*args: Any, rows: StateRows, **more: Any) -> None:
+        count = len(rows.slots)
+        for x in rows[:3]:
+            assert isinstance(x, Tensor)
+            assert x.dtype == torch.int32
+            assert x.shape == (count,)
+            assert x.is_contiguous()
+        record = fake_flashinfer.record_kernel
+        if record is None:
+            lengths = rows.ends - rows.starts
+            assert lengths.min() >= 0
+            assert lengths.max() <= rows.longest
+            plain(*args, rows=rows, **more)
+        else:
+            assert rows.longest == 1
+            record(lambda: plain(*args, rows=rows, **more))
+
+    return launch
 
 
 def store_heads(

@@ -96,11 +96,15 @@ class StandIn:
             def execute(self, plan: StepPlan) -> InFlight:
                 launched = super().execute(plan)
                 assert isinstance(launched.ended, LateMark)
+                ended = launched.ended.number
                 page_size = self._kv.page_size
+                for copy in plan.states:
+                    if copy.kind != "load":
+                        stand_in._written.update(dict.fromkeys(copy.pages, ended))
                 for row in plan.rows:
                     first, last = row.start // page_size, (row.start + row.n - 1) // page_size
                     for page in self._page_table[row.slot, first : last + 1].tolist():
-                        stand_in._written[page] = launched.ended.number
+                        stand_in._written[page] = ended
                 return launched
 
         return Watched(*args, stream=self.stream, **more)

@@ -74,9 +74,7 @@ class ModelLoop:
         self.attn = make_backend(backend, decoder.spec.attention, self.kv)
         self._states: SlotStates | None = None
         if decoder.spec.states:
-            self._states = SlotStates(
-                tuple(decoder.spec.states.values()), self.kv, _SLOTS, num_pages
-            )
+            self._states = SlotStates(tuple(decoder.spec.states.values()), self.kv, _SLOTS)
             for layer in self._states.buffers.layers:
                 layer.conv.fill_(torch.nan)
                 layer.matrix.fill_(torch.nan)

@@ -21,11 +21,11 @@ from tests.support.models.published import published_config
 NEXT = "Qwen3-Next 80B A3B"
 
 
-def read(path: Path, *, on_cpu: bool = True, **changes: Any) -> ModelSpec:
+def read(path: Path, **changes: Any) -> ModelSpec:
     """The published model; a change to `...` removes the field."""
     config = {k: v for k, v in (published_config(NEXT) | changes).items() if v is not ...}
     (path / "config.json").write_text(json.dumps(config))
-    return read_spec(path, load_format="dummy", on_cpu=on_cpu)
+    return read_spec(path, load_format="dummy")
 
 
 def test_absent_fields_mean_what_they_mean_to_the_class(tmp_path: Path) -> None:
@@ -72,11 +72,6 @@ def test_what_is_not_computed_is_refused_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         read(tmp_path, **changes)
-
-
-def test_gpu_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="states of sequences need --device cpu"):
-        read(tmp_path, on_cpu=False)
 
 
 @pytest.mark.parametrize(

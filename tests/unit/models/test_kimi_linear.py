@@ -19,11 +19,11 @@ KIMI = "Kimi-Linear 48B A3B"
 NESTED = PUBLISHED[KIMI]["linear_attn_config"]
 
 
-def read(path: Path, *, on_cpu: bool = True, **changes: Any) -> ModelSpec:
+def read(path: Path, **changes: Any) -> ModelSpec:
     """The published model; a change to `...` removes the field."""
     config = {k: v for k, v in (published_config(KIMI) | changes).items() if v is not ...}
     (path / "config.json").write_text(json.dumps(config))
-    return read_spec(path, load_format="dummy", on_cpu=on_cpu)
+    return read_spec(path, load_format="dummy")
 
 
 def test_published_config_and_that_of_transformers_give_one_spec(tmp_path: Path) -> None:
@@ -113,11 +113,6 @@ def test_what_is_not_computed_is_refused_by_its_name_in_the_file(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         read(tmp_path, **changes)
-
-
-def test_gpu_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="states of sequences need --device cpu"):
-        read(tmp_path, on_cpu=False)
 
 
 def rows_taken(spec: ModelSpec, shard: Shard, name: str) -> list[int]:

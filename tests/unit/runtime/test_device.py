@@ -6,10 +6,13 @@ torch's fake tensors carry shapes, types and devices; an operation over two devi
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,17 +20,26 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError, FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from baton import config
 from baton.errors import ConfigError
+from baton.layers import kernels
 from baton.layers.attention.base import ForwardBatch
 from baton.layers.kv_pool import make_pool
 from baton.models.decoder import Decoder
-from baton.models.spec_reader import find_gpu_obstacle
 from baton.runtime import device
 from baton.runtime.runner.cuda_runner import DeviceRunner
 from baton.runtime.sampling import step_sampler
-from baton.sched.types.plan import UNKNOWN_TOKEN, AdmittedSeq, Row, StepPlan, StopReason
+from baton.sched.types.plan import (
+    UNKNOWN_TOKEN,
+    AdmittedSeq,
+    FurtherGrowth,
+    Row,
+    StateCopy,
+    StepPlan,
+    StopReason,
+)
 from baton.sched.types.request import SamplingParams
 from tests.support.models import tiny_model
 from tests.support.models.checkpoints import variant_config
@@ -103,16 +115,10 @@ def test_flags_only_for_cpus_are_refused_on_cuda(flags: dict[str, object], messa
 
 @pytest.mark.usefixtures("cuda")
 def test_auto_takes_the_cpu_for_what_has_no_kernels_on_gpus(
-    caplog: pytest.LogCaptureFixture, tmp_path: Path
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     assert resolve(device="auto", speculative_algorithm="NGRAM") == torch.device("cpu")
     assert "tokens are drafted on the CPU alone" in caplog.text
-    variant_config("qwen3-next").save_pretrained(tmp_path)
-    obstacle = find_gpu_obstacle(tmp_path)
-    auto = config.build_config({"device": "auto"})
-    assert device.resolve_device(auto, 0, obstacle) == torch.device("cpu")
-    assert "states of sequences have no kernels there; the CPU is used instead" in caplog.text
-    assert find_gpu_obstacle(tiny_model.make(tmp_path / "llama")) is None
 
 
 @pytest.mark.usefixtures("cuda")
@@ -269,6 +275,51 @@ def test_steps_time_begins_when_its_inputs_are_queued(tmp_path: Path) -> None:
             plan_of(3)
         )
     assert calls[:4] == ["put", "plan", "mark", "kernel"]
+
+
+@pytest.mark.usefixtures("no_kernel")
+def test_states_and_their_copies_are_on_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decode row whose state is loaded, a prompt that leaves a snapshot inside and its state at
+    the end, and a state that is parked."""
+    calls: list[str] = []
+
+    def kernel(name: str) -> Any:
+        def check(*args: Any, **more: Any) -> None:
+            calls.append(name)
+            tensors = [x for x in tree_leaves((args, more)) if isinstance(x, Tensor)]
+            assert {x.device.type for x in tensors} == {"cuda"}
+
+        return check
+
+    names = ("copy_states", "causal_conv", "gated_delta")
+    stub = SimpleNamespace(**{name: kernel(name) for name in names})
+    monkeypatch.setattr(kernels, "recurrent", stub, raising=False)
+    monkeypatch.setitem(sys.modules, "baton.layers.kernels.recurrent", stub)
+    variant_config("qwen3.5").save_pretrained(tmp_path)
+    model = load_model(tmp_path, load_format="dummy")
+    num_layers = len(model.spec.states)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.to(CUDA)
+        spec = model.spec.kv_spec(4).with_states(model.spec.states, 4)
+        assert spec.snapshots is not None
+        width = spec.snapshots.width
+        pages = [array("i", range(first, first + width)) for first in (10, 40, 70)]
+        kv = make_pool(spec, 100, device=CUDA)
+        runner = DeviceRunner(model, kv, DeviceCheck(), max_slots=3, stream=FakeStream())
+        plan = plan_of(7)
+        loads = (StateCopy("load", 0, 4, pages[0]), StateCopy("save", 1, 7, pages[1]))
+        further = (FurtherGrowth(1, 0, 0, pages[2]),)
+        plan = replace(plan, states=loads, further=further)
+        assert runner.execute(plan).drawn is not None
+        layer = ["causal_conv", "copy_states", "causal_conv"]
+        layer += ["gated_delta", "copy_states", "gated_delta"]
+        assert calls == ["copy_states", *layer * num_layers, "copy_states"]
+        calls.clear()
+        parked = (StateCopy("park", 1, 7, pages[1]),)
+        runner.execute(replace(plan, rows=(), states=parked, further=()))
+    assert calls == ["copy_states"]
 
 
 def test_check_itself_works(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 """Kernels of our own, in Triton, which comes with torch's CUDA builds: `draw` and `masks` for the
-sampler, `heads`, `experts` and `coded` for a layer.
+sampler, `heads`, `experts`, `coded` and `recurrent` for a layer.
 
 Triton compiles a kernel at its first launch, and the launcher with a C compiler: `find_obstacle`
 does both at start.
@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, get_args
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from baton.layers.flashinfer_loader import summarize_error
 
 if TYPE_CHECKING:
-    from baton.layers.spec import KernelShapes
+    from baton.layers.spec import DeltaSpec, KernelShapes
 
 usable = True
 """False once `find_obstacle` has found one: the sampler then draws on the host, which waits for the
@@ -85,6 +88,8 @@ def _try_out(shapes: KernelShapes, device: torch.device) -> None:
             places = (tokens, mixture.experts_per_token)
             chosen = torch.zeros(places, dtype=torch.int64, device=device)
             one.pass_tokens(x, chosen, torch.zeros(places, device=device), integers[:1])
+    if shapes.state is not None:
+        _try_states(shapes.state, dtype, device)
     if shapes.is_quantized:
         x = torch.zeros(1, shapes.hidden_size, dtype=dtype, device=device)
         for code_type in get_args(CodeType):
@@ -101,3 +106,36 @@ def _try_out(shapes: KernelShapes, device: torch.device) -> None:
             matrix.multiply(x)
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # raises the error of a failed launch
+
+
+def _try_states(delta: DeltaSpec, dtype: torch.dtype, device: torch.device) -> None:
+    """A row of one token, and one of two, with each form of decays."""
+    from baton.layers.kernels import recurrent
+    from baton.layers.recurrent_state import StateBuffers, StateCopies, StateRows
+
+    def put(x: NDArray[np.int32]) -> Tensor:
+        return torch.from_numpy(x).to(device)
+
+    states = StateBuffers((delta,), dtype, 1, device)
+    copies = StateCopies.make([(0, np.zeros(1, np.int32))], put)
+    whole = range(states.slot_bytes)
+    recurrent.copy_states(states.data, states.data.clone(), copies, whole, to_pages=True)
+    heads = delta.value_heads
+    for tokens in (1, 2):
+        rows = StateRows.make([(0, tokens, 0)], put)
+        qkv = torch.zeros(tokens, delta.channels, dtype=dtype, device=device)
+        weight = torch.zeros(delta.taps, delta.channels, device=device)
+        state = states.layers[0]
+        recurrent.causal_conv(qkv, weight, state=state.conv, rows=rows, out=torch.empty_like(qkv))
+        for decays in (heads, heads * delta.key_dim):
+            recurrent.gated_delta(
+                qkv,
+                torch.zeros(tokens, heads, dtype=dtype, device=device),
+                torch.zeros(tokens, decays, dtype=dtype, device=device),
+                rate=torch.zeros(heads, device=device),
+                bias=torch.zeros(decays, device=device),
+                sizes=delta,
+                state=state.matrix,
+                rows=rows,
+                out=torch.empty(tokens, delta.value_size, dtype=dtype, device=device),
+            )

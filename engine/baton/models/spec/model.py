@@ -165,6 +165,7 @@ class ModelSpec:
             heads=None if common_latents(self.attention) else common_heads(self.attention),
             experts=tuple(dict.fromkeys(mixtures)),
             is_quantized=self.quantization is not None or self.form_on_load is not None,
+            state=next(iter(self.states.values()), None),
         )
 
     @property

@@ -4,7 +4,7 @@
 the memory that they took on top (`MemoryNeeds`); 3. `size_pool` divides the rest:
 
     |<-------------------------- total ---------------------------->|
-    | weights | workspace |      pool      | activations | graphs | … |
+    | weights | workspace | states |  pool   | activations | graphs | … |
     |<- at most --mem-fraction-static ---->|
 
 The fraction bounds the memory that stays allocated, as SGLang's flag of that name does, and is of
@@ -79,11 +79,14 @@ class MemoryNeeds:
     """Most that one step took."""
     graphs: int
     """Kept for CUDA graphs that will be captured once the pool is there."""
+    states: int = 0
+    """States of as many sequences as run at once, of models that keep some."""
 
     @property
     def room(self) -> int:
         """Bytes that can be allocated for the pool without a step failing later."""
-        return self.free - self.workspace - self.activations - self.graphs - MARGIN_BYTES
+        kept = self.workspace + self.states + self.graphs
+        return self.free - kept - self.activations - MARGIN_BYTES
 
 
 class MemoryPlan(NamedTuple):
@@ -103,13 +106,13 @@ def size_pool(
     if wanted_pages is not None:
         if wanted_pages * page_bytes > needs.room:
             raise ConfigError(
-                f"the KV pool asked for has {_as_gib(wanted_pages * page_bytes)}, and "
-                f"{_as_gib(max(needs.room, 0))} are left for it "
+                f"the KV pool asked for has {as_gib(wanted_pages * page_bytes)}, and "
+                f"{as_gib(max(needs.room, 0))} are left for it "
                 f"({describe_needs(needs)}); lower --max-total-tokens or --kv-pool-mib, or "
                 f"{_MAKE_ROOM}"
             )
         return MemoryPlan(wanted_pages, "as asked for")
-    allowed = int(needs.total * fraction) - needs.weights - needs.workspace
+    allowed = int(needs.total * fraction) - needs.weights - needs.workspace - needs.states
     pages = min(allowed, needs.room) // page_bytes
     if pages >= LEAST_PAGES:
         return MemoryPlan(
@@ -136,13 +139,15 @@ _MAKE_ROOM = (
 
 def describe_needs(needs: MemoryNeeds) -> str:
     """All numbers, for the log and for errors."""
+    states = f"states of sequences {as_gib(needs.states)}, " if needs.states else ""
     return (
-        f"GPU memory of {_as_gib(needs.total)}: free {_as_gib(needs.free)} beside weights of "
-        f"{_as_gib(needs.weights)}; a step takes {_as_gib(needs.activations)}, the attention "
-        f"backend {_as_gib(needs.workspace)}, CUDA graphs {_as_gib(needs.graphs)}, margin "
-        f"{_as_gib(MARGIN_BYTES)}"
+        f"GPU memory of {as_gib(needs.total)}: free {as_gib(needs.free)} beside weights of "
+        f"{as_gib(needs.weights)}; a step takes {as_gib(needs.activations)}, the attention "
+        f"backend {as_gib(needs.workspace)}, CUDA graphs {as_gib(needs.graphs)}, "
+        f"{states}margin {as_gib(MARGIN_BYTES)}"
     )
 
 
-def _as_gib(n: int) -> str:
+def as_gib(n: int) -> str:
+    """A size for people."""
     return f"{n / GIB:.2f} GiB"

@@ -32,6 +32,7 @@ from baton.runtime.memory.device_memory import (
     GIB,
     DeviceMemory,
     MemoryNeeds,
+    as_gib,
     describe_needs,
     size_pool,
 )
@@ -54,6 +55,17 @@ def check_weights(needed: int, memory: DeviceMemory) -> None:
         )
 
 
+def check_states(states: int, config: EngineConfig, memory: DeviceMemory) -> None:
+    """Raises ConfigError when states of so many bytes cannot be there beside the weights."""
+    free, _ = memory.free_bytes()
+    if states > free:
+        raise ConfigError(
+            f"states of --max-running-requests {config.max_running_requests} sequences take "
+            f"{as_gib(states)}, {as_gib(states // config.max_running_requests)} each, and "
+            f"{as_gib(free)} are free beside the model's weights; lower --max-running-requests"
+        )
+
+
 def profile_memory(
     model: ServedModel,
     kv_spec: KVSpec,
@@ -73,6 +85,9 @@ def profile_memory(
     cannot run here.
     """
     weights = memory.reserved_bytes()
+    state_bytes = sum(state.state_bytes(model.spec.dtype) for state in model.spec.states.values())
+    states = state_bytes * config.max_running_requests
+    check_states(states, config, memory)
     most_tokens = (
         config.step_tokens if config.chunked_prefill_size > 0 else max(config.step_tokens, context)
     )
@@ -82,6 +97,7 @@ def profile_memory(
         running=config.max_running_requests,
         context=context,
         page_size=config.page_size,
+        state_pages=0 if kv_spec.snapshots is None else kv_spec.snapshots.width,
     )
     with no_room(
         "a step of the largest size", "lower --chunked-prefill-size or --max-running-requests"
@@ -102,7 +118,7 @@ def profile_memory(
             )
             raise ConfigError(f"--attention-backend {config.attention_backend}: {reason}") from err
     free, total = memory.free_bytes()
-    needs = MemoryNeeds(total, free, weights, **tried)
+    needs = MemoryNeeds(total, free, weights, states=states, **tried)
     page_bytes = kv_spec.page_bytes
     sized = size_pool(needs, page_bytes, config.mem_fraction_static, wanted_pages)
     pages = sized.pages if group is None else group.all_reduce_min(sized.pages)

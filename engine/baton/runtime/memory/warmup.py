@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton.runtime.memory.device_memory import DeviceMemory
-from baton.sched.types.plan import AdmittedSeq, Row, StepPlan, StopReason
+from baton.sched.types.plan import AdmittedSeq, Row, StateCopy, StepPlan, StopReason
 from baton.sched.types.request import SamplingParams
 
 log = logging.getLogger("baton.warmup")
@@ -71,6 +71,13 @@ class WarmupLimits:
     running: int
     context: int
     page_size: int
+    state_pages: int = 0
+    """Pages of a sequence's states; 0: no layer keeps any."""
+
+    @property
+    def own_state_pages(self) -> array[int]:
+        """The first pages of the pool: all rows that need a state begin with the same one."""
+        return array("i", range(self.state_pages))
 
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
@@ -100,21 +107,31 @@ class _Step:
     """Tokens of each prompt that are in the KV pool already."""
 
     def make_plan(self, number: int, limits: WarmupLimits) -> StepPlan:
-        free = itertools.count()
+        free = itertools.count(limits.state_pages)
         shapes = [(min(limits.page_size, limits.context) - 1, 1)] * self.decode
         shapes += [(self.cached, n) for n in self.prompts]
         rows = []
         admitted = []
+        loads = []
         for slot, (start, n) in enumerate(shapes):
             pages = array("i", itertools.islice(free, limits.pages_for(start + n)))
             tokens = array("i", [TOKEN]) * n
             rows.append(Row(slot, slot, start, n, self.samples, tokens, 0, pages))
+            # A state has seen the tokens in front of its row: else the runner refuses it.
+            if start and limits.state_pages:
+                loads.append(StateCopy("load", slot, start, limits.own_state_pages))
             history = array("i", [TOKEN]) * (start + n)
             params = self.params[slot % len(self.params)]
             position = 1 if params.prompt_logprobs >= 0 else None
             admitted.append(AdmittedSeq(slot, slot, params, start + n, history, position))
         return StepPlan(
-            number, tuple(rows), self.decode, tuple(admitted), array("i"), StopReason.QUEUE_EMPTY
+            number,
+            tuple(rows),
+            self.decode,
+            tuple(admitted),
+            array("i"),
+            StopReason.QUEUE_EMPTY,
+            states=tuple(loads),
         )
 
 
@@ -167,7 +184,8 @@ def _largest_step(limits: WarmupLimits) -> _Step:
 
 def pages_needed(limits: WarmupLimits) -> int:
     """Pages of the pool that warm-up steps run on."""
-    return max(sum(len(row.pages) for row in plan.rows) for _, plan in warmup_steps(limits))
+    most = max(sum(len(row.pages) for row in plan.rows) for _, plan in warmup_steps(limits))
+    return limits.state_pages + most
 
 
 def run_warmup(

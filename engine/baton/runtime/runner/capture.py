@@ -11,10 +11,10 @@ other step, and a larger one, runs eagerly.
     token table       slots of the rows      dummy      one entry beyond the slots
 
 A padding row reads and writes the dummy page and the dummy entry only, so it changes no other row's
-tokens. It chooses no experts.
+tokens. It chooses no experts, and no state is its own.
 
-A recorded step reads only `GraphInputs`, the table, the weights and the pool, because Python runs
-at recording only.
+A recorded step reads only `GraphInputs`, the table, the weights, the states and the pool, because
+Python runs at recording only. Copies of states are queued before and behind it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ from baton.layers.attention.paged_indices import (
 )
 from baton.layers.cuda.stream import CudaStream
 from baton.layers.kv_pool import KvTensors
+from baton.layers.recurrent_state import StateRows, StepStates
 from baton.models.served import ServedModel
+from baton.runtime.runner.slot_states import SlotStates
 from baton.runtime.runner.step_inputs import StepArrays, StepInputs
 from baton.runtime.runner.token_table import TokenTable
 from baton.runtime.sampling.step_sampler import greedy_tokens
@@ -110,6 +112,8 @@ class DecodeGraphs:
     """Rows of the largest recorded step."""
     context: int
     """Longest row [tokens]."""
+    states: SlotStates | None = None
+    """Of layers that keep a state per sequence, where there are some."""
 
     def __post_init__(self) -> None:
         kv = self.kv
@@ -154,6 +158,7 @@ class DecodeGraphs:
         rows = slice(size)
         slots, *further = (mapping[rows] for mapping in static.slot_mappings)
         self.attn.use_capture(size, (slots, *further))
+        is_padding = static.entries[rows] == self.table.dummy
         batch = ForwardBatch(
             token_ids=self.table.resolve_tokens(static.token_ids[rows]),
             positions=static.positions[rows],
@@ -161,11 +166,20 @@ class DecodeGraphs:
             sample_index=static.entries[rows],  # as many as there are tokens: every row samples
             num_decode=size,
             further=tuple(PageTable(mapping, NOTHING) for mapping in further),
-            is_padding=static.entries[rows] == self.table.dummy,
+            is_padding=is_padding,
+            states=self._read_states(static.entries[rows], is_padding),
         )
         self._logits[rows].copy_(self.model.compute(batch, self.attn))
         self._greedy[rows].copy_(greedy_tokens(self._logits[rows]))
         self.table.write_tokens(static.entries[rows], self._greedy[rows])
+
+    def _read_states(self, entries: Tensor, is_padding: Tensor) -> StepStates | None:
+        """States of a recorded step, whose rows are read on the device. A table entry is a slot."""
+        if self.states is None:
+            return None
+        starts = torch.arange(len(entries), dtype=torch.int32, device=entries.device)
+        ends = starts + (~is_padding).to(torch.int32)
+        return self.states.step_of(StateRows(starts, ends, entries.to(torch.int32), longest=1))
 
     def _load_rows(
         self,

@@ -12,7 +12,9 @@ waits for that mark.
 
     both queued: the device does not wait for the host
 
-A step of decode rows only is replayed from a recording where there is one (`graphs`).
+A step of decode rows only is replayed from a recording where there is one (`graphs`). Copies of
+states (slot_states) are queued around it: those that rows begin with before, those that they leave
+behind it.
 
 The host needs to know the tokens of earlier steps, and waits for them, in three cases: a row with
 penalties is drawn (they count its tokens), a row with a grammar is drawn (they decide what it
@@ -42,6 +44,7 @@ from baton.layers.attention.base import (
 )
 from baton.layers.cuda.stream import CudaMark, CudaStream
 from baton.layers.kv_pool import KvTensors
+from baton.layers.recurrent_state import StepStates
 from baton.models.served import ServedModel
 from baton.runtime.runner.capture import CudaRecorder, DecodeGraphs
 from baton.runtime.runner.model_runner import ModelRunner, read_damaged
@@ -156,7 +159,15 @@ class DeviceRunner(ModelRunner):
         """
         assert isinstance(self._attn, GraphAttention), "this backend cannot be recorded"
         self._graphs = DecodeGraphs(
-            self._model, self._kv, self._attn, self._table, self._stream, recorder, largest, context
+            self._model,
+            self._kv,
+            self._attn,
+            self._table,
+            self._stream,
+            recorder,
+            largest,
+            context,
+            self._states,
         )
 
     @torch.inference_mode()
@@ -174,8 +185,10 @@ class DeviceRunner(ModelRunner):
         if indices is None:
             began = self._stream.mark()
             is_damaged = self._fetch_if_any(self._copy_pages(step))
+            self._park_states(step)
             return InFlight(began, self._stream.mark(), is_damaged=is_damaged)
         is_damaged = self._fetch_if_any(self._copy_pages(step))
+        self._park_states(step)
         began, computed = self._compute_logits(step, indices)
         prompts = self._fetch_prompts(prompt_rows, computed.prompt_hidden)
         # Chunks in the middle of a prompt draw nothing. Their step has a mark all the same, because
@@ -203,16 +216,24 @@ class DeviceRunner(ModelRunner):
         The mark is where the model's first kernel is queued: earlier it would count a device that
         waits for the host's planning as busy.
         """
-        size = None if self._graphs is None else self._graphs.size_for(step, indices)
+        states = self._begin_states(step)
+        size = None
+        # A row that begins with a copy which another row of the step leaves needs that one's
+        # layers first, one by one; a recording computes all rows together.
+        if self._graphs is not None and not (states is not None and states.copies_within):
+            size = self._graphs.size_for(step, indices)
         # Without a size (prompts, more rows or pages than any recording has) the step runs eagerly.
         if self._graphs is not None and size is not None:
             self._graphs.load_step(size, step, indices)
             began = self._stream.mark()
-            return began, ComputedStep(*self._graphs.replay_step(size, len(step.slots)))
-        batch, slots = self._upload_step(step, indices)
+            replayed = self._graphs.replay_step(size, len(step.slots))
+            self._end_states()
+            return began, ComputedStep(*replayed)
+        batch, slots = self._upload_step(step, indices, states)
         self._model.prepare(batch, self._attn)
         began = self._stream.mark()
         hidden = self._model.compute_hidden(batch, self._attn)
+        self._end_states()
         num_sampling = len(hidden) - len(step.prompt_rows)
         logits = self._model.compute_logits(hidden[:num_sampling]).float()
         return began, ComputedStep(logits, None, slots, hidden[num_sampling:])
@@ -288,10 +309,17 @@ class DeviceRunner(ModelRunner):
             else self._table.make_references(slots)
         )
 
-    def _make_batch(self, step: StepInputs, indices: StepArrays) -> ForwardBatch:
-        return self._upload_step(step, indices)[0]
+    def _put(self, x: NDArray[np.int32]) -> Tensor:
+        return self._stream.put(x)
 
-    def _upload_step(self, step: StepInputs, indices: StepArrays) -> tuple[ForwardBatch, Tensor]:
+    def _make_batch(
+        self, step: StepInputs, indices: StepArrays, states: StepStates | None
+    ) -> ForwardBatch:
+        return self._upload_step(step, indices, states)[0]
+
+    def _upload_step(
+        self, step: StepInputs, indices: StepArrays, states: StepStates | None
+    ) -> tuple[ForwardBatch, Tensor]:
         """The step's tensors, and the slots of the rows that sample: int64 [S] on the device."""
         token_ids, positions, slot_mapping, sample_index, slots, *further = self._stream.put_all(
             (
@@ -307,7 +335,7 @@ class DeviceRunner(ModelRunner):
         if (indices.token_ids < 0).any():
             token_ids = self._table.resolve_tokens(token_ids)
         batch = replace(
-            super()._make_batch(step, indices),
+            super()._make_batch(step, indices, states),
             token_ids=token_ids,
             positions=positions,
             slot_mapping=slot_mapping,

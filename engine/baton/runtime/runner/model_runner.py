@@ -34,6 +34,7 @@ from torch import Tensor
 from baton.layers.attention.base import AttentionBackend, ForwardBatch, PageTable
 from baton.layers.host_pool import HostPool
 from baton.layers.kv_pool import KvTensors
+from baton.layers.recurrent_state import StepStates
 from baton.models.served import ServedModel
 from baton.runtime.grammar.store import GrammarStore
 from baton.runtime.grammar.token_masks import MaskFiller
@@ -104,8 +105,8 @@ class ModelRunner:
         self._states: SlotStates | None = None
         """Of layers that keep a state per sequence, where there are some."""
         if model.spec.states:
-            pages = self._page_table.shape[1]
-            self._states = SlotStates(tuple(model.spec.states.values()), kv, max_slots, pages)
+            layers = tuple(model.spec.states.values())
+            self._states = SlotStates(layers, kv, max_slots, self._put)
         self._last_token: NDArray[np.int64] = np.full(max_slots, UNKNOWN_TOKEN, np.int64)
         self._sample_rows: list[SampleRow | None] = [None] * max_slots
         self._prompts = PromptTable()
@@ -145,7 +146,7 @@ class ModelRunner:
         if plan.drafted:
             drafted = DraftedRows(sampling, plan.drafted, plan.num_decode)
             sample_rows = drafted.along_drafts(sample_rows)
-        batch = self._make_batch(step, indices)
+        batch = self._make_batch(step, indices, self._begin_states(step))
         self._model.prepare(batch, self._attn)
         states = None
         if self.head is None:
@@ -202,7 +203,7 @@ class ModelRunner:
         self._copy_pages(step)
         self._park_states(step)
         if indices is not None:
-            batch = self._make_batch(step, indices)
+            batch = self._make_batch(step, indices, self._begin_states(step))
             self._model.prepare(batch, self._attn)
             hidden = self._model.compute_hidden(batch, self._attn)
             self._end_states()
@@ -388,14 +389,21 @@ class ModelRunner:
         if self._states is not None:
             self._states.park(step)
 
+    def _begin_states(self, step: StepInputs) -> StepStates | None:
+        return None if self._states is None else self._states.begin_step(step)
+
     def _end_states(self) -> None:
         if self._states is not None:
             self._states.end_step()
 
-    def _make_batch(self, step: StepInputs, indices: StepArrays) -> ForwardBatch:
-        states = None
-        if self._states is not None:
-            states = self._states.begin_step(step)
+    def _put(self, x: NDArray[np.int32]) -> Tensor:
+        """The array where the states are."""
+        return torch.from_numpy(x)
+
+    def _make_batch(
+        self, step: StepInputs, indices: StepArrays, states: StepStates | None
+    ) -> ForwardBatch:
+        """Args: `states`: those that `_begin_states` gave."""
         return ForwardBatch(
             token_ids=torch.from_numpy(indices.token_ids),
             positions=torch.from_numpy(indices.positions),

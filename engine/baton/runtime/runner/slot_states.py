@@ -4,8 +4,10 @@
 `begin_step` brings the states of a step's rows to where they begin: zeros at position 0, a snapshot
 in front of a prefix that was found, a state of the sequence's own pages (one that P sent, or that
 was parked), or what the last step left; 3. the layers compute (layers.recurrent_state), and leave
-copies at the page borders that have pages for a snapshot, and at the end of a prompt for D; 4.
-`end_step` writes the copies into these pages.
+copies at the page borders inside a row that have pages for a snapshot; 4. `end_step` copies the
+states of rows that end at such a border, and those at the end of a prompt for D.
+
+On a GPU all of it is queued on the stream of the step, in this order.
 
 Invariant: a slot's state has seen the tokens of its sequence up to the next row's first position. A
 row that begins elsewhere without a snapshot is refused: a state cannot take back a token, and every
@@ -14,17 +16,24 @@ later token would be wrong.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from baton.cache.group_pages import NO_PAGE
+from baton.layers import ops
 from baton.layers.kv_pool import KvTensors
-from baton.layers.recurrent_state import StateBuffers, StateLevel, StepStates
+from baton.layers.recurrent_state import (
+    PutOnDevice,
+    StateBuffers,
+    StateCopies,
+    StateLevel,
+    StateRows,
+    StepStates,
+)
 from baton.layers.spec import DeltaSpec
 from baton.runtime.runner.step_inputs import StepInputs
 from baton.sched.types.plan import StateCopy
@@ -34,38 +43,100 @@ class StateError(Exception):
     """A row does not continue the state of its slot."""
 
 
-class _Snapshot(NamedTuple):
-    """A copy that the step takes, of a snapshot or of a state that D gets."""
+_Copy: TypeAlias = tuple[int, NDArray[np.int32]]
+"""A slot, and the pages of its copy."""
 
-    copy: int
+
+class _Snapshot(NamedTuple):
+    """A snapshot that the step takes."""
+
     level: int
-    pages: NDArray[np.int32]
+    """The last one that computes what it has seen."""
+    copy: _Copy
+
+
+class _StepLayout:
+    """Levels of a step's rows, and the copies before, inside and behind them."""
+
+    def __init__(self) -> None:
+        self.loads: list[_Copy] = []
+        """Before all levels."""
+        self.levels = [StateLevel()]
+        self.saves: dict[int, _Copy] = {}
+        """Behind all levels, by first page."""
+        self._snapshots: dict[int, _Snapshot] = {}
+        """By first page."""
+
+    def begin_with(self, slot: int, pages: NDArray[np.int32]) -> int:
+        """Let a slot begin with a copy. Returns the level of its row."""
+        source = self._snapshots.get(int(pages[0]))
+        if source is None:
+            self.loads.append((slot, pages))
+            return 0
+        # The layers of this row need it before the step has ended.
+        if self.saves.pop(int(pages[0]), None) is not None:
+            self.levels[source.level].saves.append(source.copy)
+        level = source.level + 1
+        self._level_at(level).loads.append((slot, pages))
+        return level
+
+    def add_row(
+        self, slot: int, tokens: range, level: int, copies: list[tuple[int, NDArray[np.int32]]]
+    ) -> None:
+        """Add a row that begins in `level`.
+
+        Args:
+            tokens: places of its tokens in the step.
+            copies: which the row leaves: the place behind the last token that each has seen,
+                ascending, and its pages.
+        """
+        position = tokens.start
+        for border, pages in copies:
+            here = self._level_at(level)
+            here.rows.append((position, border, slot))
+            self._snapshots[int(pages[0])] = _Snapshot(level, (slot, pages))
+            if border == tokens.stop:
+                self.save_at_end(slot, pages)
+            else:
+                here.saves.append((slot, pages))
+                level += 1
+            position = border
+        if position < tokens.stop:
+            self._level_at(level).rows.append((position, tokens.stop, slot))
+
+    def save_at_end(self, slot: int, pages: NDArray[np.int32]) -> None:
+        self.saves[int(pages[0])] = (slot, pages)
+
+    def _level_at(self, number: int) -> StateLevel:
+        while len(self.levels) <= number:
+            self.levels.append(StateLevel())
+        return self.levels[number]
 
 
 class SlotStates:
     def __init__(
-        self, layers: tuple[DeltaSpec, ...], kv: KvTensors, slots: int, pages: int
+        self,
+        layers: tuple[DeltaSpec, ...],
+        kv: KvTensors,
+        slots: int,
+        put: PutOnDevice = torch.from_numpy,
     ) -> None:
-        """Args: `pages`: pages of tokens that a page table has room for."""
-        self._layers = layers
-        self._dtype = kv.compute_dtype
+        """Args: `put`: makes a copy of an array on the pool's device."""
+        self._put = put
         self._page_size = kv.page_size
-        self.buffers = StateBuffers(layers, self._dtype, slots)
+        self.buffers = StateBuffers(layers, kv.compute_dtype, slots, kv.data.device)
         """States by slot."""
         self._tokens: NDArray[np.int64] = np.zeros(slots, np.int64)
         """How many tokens each slot's state has seen."""
-        self._group = -1
-        """Number of the snapshots among the further page groups; -1: none are taken."""
-        width = 1
-        if kv.spec.snapshots is not None:
-            self._group = len(kv.spec.rules) - 1
-            width = kv.spec.snapshots.width
-        self._table: NDArray[np.int32] = np.full((slots, pages, width), NO_PAGE, np.int32)
+        self._snapshots = kv.spec.snapshots
+        self._group = len(kv.spec.rules) - 1
+        """Number of the snapshots, where some are taken, among the further page groups."""
+        self._tables: list[dict[int, NDArray[np.int32]]] = [{} for _ in range(slots)]
+        """Pages of snapshots by slot, and by the page of tokens at whose end one stands."""
         self._page_bytes = kv.data.flatten(1).view(torch.uint8)
         """[pages of the pool, bytes of a page]"""
-        self._copies: StateBuffers | None = None
-        self._taken: list[_Snapshot] = []
-        """Of the step that is being computed."""
+        self._at_end: list[_Copy] = []
+        """Copies that slots leave at the end of the step that is being computed."""
 
     @property
     def slot_bytes(self) -> int:
@@ -74,113 +145,103 @@ class SlotStates:
 
     def park(self, step: StepInputs) -> None:
         """Copy states out of slots that get another owner, before anything else of a step."""
+        copies: list[_Copy] = []
         for kind, slot, tokens, pages in step.states:
             if kind == "park":
                 _check_kept(slot, tokens, int(self._tokens[slot]))
-                self._write_pages(self.buffers.data[slot], pages)
+                copies.append((slot, np.frombuffer(pages, np.int32)))
+        self._copy_whole(copies, to_pages=True)
 
     def begin_step(self, step: StepInputs) -> StepStates:
         """Prepare the states of a step's rows. Raises StateError."""
         self._read_tables(step)
+        layout = _StepLayout()
         saves: dict[int, StateCopy] = {}
         for each in step.states:
             if each.kind == "load":
-                self._read_pages(each.pages, self.buffers.data[each.slot])
+                layout.begin_with(each.slot, np.frombuffer(each.pages, np.int32))
                 self._tokens[each.slot] = each.tokens
             elif each.kind == "save":
                 saves[each.slot] = each
-        snapshots: dict[int, _Snapshot] = {}
-        levels = [StateLevel()]
         first = 0
         for slot, start, n in zip(
             step.slots.tolist(), step.starts.tolist(), step.lengths.tolist(), strict=True
         ):
             level = 0
-            if self._tokens[slot] != start or start == 0:
-                source = self._restore(slot, start, snapshots)
-                if source is not None:
-                    level = source.level + 1
-                    _level_at(levels, level).loads.append((source.copy, slot))
-            position = start
+            if start == 0:
+                self.buffers.data[slot] = 0
+            elif self._tokens[slot] != start:
+                level = layout.begin_with(slot, self._find_snapshot(slot, start))
             end = start + n
-            for place in self._snapshot_places(slot, start, end):
-                border = (place + 1) * self._page_size
-                here = _level_at(levels, level)
-                here.rows.append((first + position - start, first + border - start, slot))
-                pages = self._table[slot, place].copy()
-                taken = _Snapshot(len(snapshots), level, pages)
-                here.saves.append((slot, taken.copy))
-                snapshots[int(pages[0])] = taken
-                level += 1
-                position = border
-            if position < end:
-                rows = _level_at(levels, level).rows
-                rows.append((first + position - start, first + n, slot))
+            copies = [
+                (first + border - start, pages)
+                for border, pages in self._snapshots_within(slot, start, end)
+            ]
+            layout.add_row(slot, range(first, first + n), level, copies)
             if slot in saves:
                 _check_kept(slot, saves[slot].tokens, end)
-                pages = np.frombuffer(saves[slot].pages, np.int32)
-                taken = _Snapshot(len(snapshots), level, pages)
-                _level_at(levels, level).saves.append((slot, taken.copy))
-                snapshots[int(pages[0])] = taken
+                layout.save_at_end(slot, np.frombuffer(saves[slot].pages, np.int32))
             self._tokens[slot] = end
             first += n
-        self._taken = list(snapshots.values())
-        self._copies = None
-        if snapshots:
-            self._copies = StateBuffers(self._layers, self._dtype, len(snapshots))
-        return StepStates(self.buffers, levels, self._copies)
+        self._copy_whole(layout.loads, to_pages=False)
+        self._at_end = list(layout.saves.values())
+        return StepStates(self.buffers, self._page_bytes, ops.copy_states, layout.levels, self._put)
+
+    def step_of(self, rows: StateRows) -> StepStates:
+        """States of a recorded step: those of `rows` have been prepared by `begin_step`."""
+        return StepStates.of_rows(self.buffers, self._page_bytes, ops.copy_states, rows)
 
     def end_step(self) -> None:
-        """Write the step's copies into the pages of their snapshots."""
-        if self._copies is None:
+        """Copy states that rows leave where they end."""
+        self._copy_whole(self._at_end, to_pages=True)
+        self._at_end = []
+
+    def _copy_whole(self, copies: list[_Copy], *, to_pages: bool) -> None:
+        # A launch or an upload of nothing would be an error on a GPU.
+        if not copies:
             return
-        for snapshot in self._taken:
-            self._write_pages(self._copies.data[snapshot.copy], snapshot.pages)
-        self._copies = None
-        self._taken = []
+        placed = StateCopies.make(copies, self._put)
+        whole = range(self.slot_bytes)
+        ops.copy_states(self.buffers.data, self._page_bytes, placed, whole, to_pages=to_pages)
 
     def _read_tables(self, step: StepInputs) -> None:
         for slot, base, _ in step.growth:
             # A sequence's first row on this slot: nothing of the last owner counts.
             if base == 0:
                 self._tokens[slot] = 0
-                self._table[slot] = NO_PAGE
+                self._tables[slot] = {}
+        if self._snapshots is None:
+            return
+        width = self._snapshots.width
         for slot, group, base, pages in step.further:
-            if group == self._group:
-                self._table[slot].reshape(-1)[base : base + len(pages)] = pages
+            # Those of other groups are pages of attention.
+            if group != self._group:
+                continue
+            blocks = np.array(pages, np.int32).reshape(-1, width)
+            for place, block in enumerate(blocks, base // width):
+                if block[0] != NO_PAGE:
+                    self._tables[slot][place] = block
 
-    def _snapshot_places(self, slot: int, start: int, end: int) -> list[int]:
-        """Pages of tokens of a row at whose end there are pages for a snapshot."""
-        first = start // self._page_size
-        blocks = self._table[slot, first : end // self._page_size, 0].tolist()
-        return [first + place for place, page in enumerate(blocks) if page != NO_PAGE]
+    def _snapshots_within(
+        self, slot: int, start: int, end: int
+    ) -> Iterator[tuple[int, NDArray[np.int32]]]:
+        """Positions of a row, ascending, in front of which there are pages for a snapshot."""
+        inside = range(start // self._page_size, end // self._page_size)
+        table = self._tables[slot]
+        for place in sorted(place for place in table if place in inside):
+            yield (place + 1) * self._page_size, table[place]
 
-    def _restore(self, slot: int, start: int, snapshots: dict[int, _Snapshot]) -> _Snapshot | None:
-        """Bring a slot's state to position `start`. Returns the copy that it begins with, where the
-        same step takes it."""
-        if start == 0:
-            self.buffers.data[slot] = 0
-            return None
+    def _find_snapshot(self, slot: int, start: int) -> NDArray[np.int32]:
+        """Pages of the snapshot at position `start`. Raises StateError."""
         place, behind = divmod(start, self._page_size)
-        pages = self._table[slot, place - 1].tolist()
-        if behind or pages[0] == NO_PAGE:
+        pages = self._tables[slot].get(place - 1)
+        if behind or pages is None:
             raise StateError(
                 f"slot {slot}: its state has seen {self._tokens[slot]} tokens, and the row begins "
                 f"at position {start}, where there is no snapshot; a sequence restarts at one, or "
                 "at 0"
             )
-        if pages[0] in snapshots:
-            return snapshots[pages[0]]
-        self._read_pages(pages, self.buffers.data[slot])
-        return None
-
-    def _read_pages(self, pages: Iterable[int], state: Tensor) -> None:
-        for page, part in zip(pages, state.split(self._page_bytes.shape[1]), strict=True):
-            part.copy_(self._page_bytes[page, : len(part)])
-
-    def _write_pages(self, state: Tensor, pages: Iterable[int]) -> None:
-        for page, part in zip(pages, state.split(self._page_bytes.shape[1]), strict=True):
-            self._page_bytes[page, : len(part)] = part
+        return pages
 
 
 def _check_kept(slot: int, tokens: int, seen: int) -> None:
@@ -189,9 +250,3 @@ def _check_kept(slot: int, tokens: int, seen: int) -> None:
         raise StateError(
             f"slot {slot}: the state of {tokens} tokens is to be kept, and it has seen {seen}"
         )
-
-
-def _level_at(levels: list[StateLevel], number: int) -> StateLevel:
-    while len(levels) <= number:
-        levels.append(StateLevel())
-    return levels[number]

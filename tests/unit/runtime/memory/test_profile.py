@@ -37,6 +37,7 @@ from baton.runtime.sampling import sampler, step_sampler
 from baton.sched.types.plan import ForwardMode, StepPlan
 from baton.sched.types.request import SamplingParams
 from tests.support.models import tiny_model
+from tests.support.models.checkpoints import variant_config
 from tests.support.models.whole_model import load_model
 
 CPU = torch.device("cpu")
@@ -45,18 +46,21 @@ sizes = st.integers(0, 200 * GIB)
 
 @given(
     total=st.integers(GIB, 200 * GIB), free_share=st.floats(0, 1), weights=sizes, workspace=st.integers(0, GIB),
-    activations=sizes, graphs=st.integers(0, 4 * GIB), page_bytes=st.integers(1, 64 * MIB),
-    fraction=st.floats(0.01, 0.99),
+    activations=sizes, graphs=st.integers(0, 4 * GIB), states=sizes,
+    page_bytes=st.integers(1, 64 * MIB), fraction=st.floats(0.01, 0.99),
 )  # fmt: skip
 def test_pool_keeps_to_the_fraction_and_to_what_is_free(
-    total: int, free_share: float, weights: int, workspace: int, activations: int, graphs: int, page_bytes: int,
-    fraction: float,
+    total: int, free_share: float, weights: int, workspace: int, activations: int, graphs: int,
+    states: int, page_bytes: int, fraction: float,
 ) -> None:  # fmt: skip
-    needs = MemoryNeeds(total, int(total * free_share), weights, workspace, activations, graphs)
+    needs = MemoryNeeds(
+        total, int(total * free_share), weights, workspace, activations, graphs, states
+    )
 
     def fits(pages: int) -> bool:
-        static = weights + workspace + pages * page_bytes
-        taken = workspace + pages * page_bytes + activations + graphs + MARGIN_BYTES
+        kept = workspace + states + pages * page_bytes
+        static = weights + kept
+        taken = kept + activations + graphs + MARGIN_BYTES
         return static <= int(total * fraction) and taken <= needs.free
 
     try:
@@ -293,6 +297,42 @@ def test_memory_for_graphs_is_kept_where_steps_will_be_recorded(
             profile_memory(made, made.spec.kv_spec(16), asked, 512, None, Counted())
             == size_pool(needs, page_bytes, 0.99).pages
         )
+
+
+@pytest.fixture
+def stateful(tmp_path: Path) -> Any:
+    variant_config("qwen3.5").save_pretrained(tmp_path / "stateful")
+    return load_model(tmp_path / "stateful", load_format="dummy")
+
+
+def test_states_of_all_running_requests_are_kept_from_the_pool(
+    stateful: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Warm-up rows that continue a sequence begin with a state, which the runner demands."""
+    memory, asked = Counted(), config(mem_fraction_static=0.5)
+    spec = stateful.spec
+    kv_spec = spec.kv_spec(16).with_states(spec.states, 32)
+    with caplog.at_level(logging.INFO):
+        pages = profile_memory(stateful, kv_spec, asked, 512, None, memory)
+    states = 4 * sum(state.state_bytes(spec.dtype) for state in spec.states.values())
+    needs = MemoryNeeds(80 * GIB, 70 * GIB, 2 * GIB, 0, 10 * GIB // 4, 0, states)
+    page_bytes = kv_spec.page_bytes
+    assert pages == size_pool(needs, page_bytes, 0.5).pages
+    without = dataclasses.replace(needs, states=0)
+    assert size_pool(without, page_bytes, 0.5).pages - pages >= states // page_bytes
+    assert "graphs 0.00 GiB, states of sequences 0.00 GiB, margin" in caplog.messages[-1]
+    assert memory.steps == 10
+
+
+def test_states_that_cannot_fit_are_refused_with_numbers(stateful: Any) -> None:
+    memory = Counted(free=1 << 20)
+    spec = stateful.spec
+    kv_spec = spec.kv_spec(16).with_states(spec.states, 32)
+    asked = config(max_running_requests=4000)
+    said = r"--max-running-requests 4000 sequences take 0\.\d\d GiB, .* each, .*; lower --max-run"
+    with pytest.raises(ConfigError, match=said):
+        profile_memory(stateful, kv_spec, asked, 512, None, memory)
+    assert memory.steps == 0
 
 
 def test_weights_that_cannot_fit_are_not_loaded(made: Any) -> None:

@@ -32,7 +32,7 @@ def make_states() -> SlotStates:
     assert spec.snapshots.width == WIDTH
     pool = make_pool(spec, 40, native=False)
     pool.data.fill_(torch.nan)
-    return SlotStates((LAYER, LAYER), pool, slots=3, pages=8)
+    return SlotStates((LAYER, LAYER), pool, slots=3)
 
 
 def step_of(
@@ -132,6 +132,32 @@ def test_row_begins_with_a_snapshot_of_the_same_step() -> None:
     assert (seen(states, 0), seen(states, 1)) == ({10.0}, {8.0})
 
 
+def test_layers_copy_states_only_where_a_row_goes_on_behind_the_copy() -> None:
+    """Other copies surround the layers, which may then be a recorded step."""
+    states = make_states()
+    steps = [
+        (step_of((1, 0, 7), fresh=(1,)), False),
+        (step_of((1, 7, 1), snapshots={1: [NO_PAGE, 10]}), False),
+        (step_of((1, 8, 5), snapshots={1: [NO_PAGE, 10, 20]}), True),
+        (step_of((0, 8, 4), fresh=(0,), snapshots={0: [NO_PAGE, 10, 30]}), False),
+        (
+            step_of(
+                (1, 13, 3),
+                (2, 16, 1),
+                fresh=(2,),
+                snapshots={n: [NO_PAGE] * 3 + [5] for n in (1, 2)},
+            ),
+            True,
+        ),
+    ]
+    for step, within in steps:
+        prepared = states.begin_step(step)
+        assert prepared.copies_within == within
+        count_tokens(prepared)
+        states.end_step()
+    assert (seen(states, 0), seen(states, 1), seen(states, 2)) == ({12.0}, {16.0}, {17.0})
+
+
 def test_tables_of_a_former_owner_do_not_count() -> None:
     states = make_states()
     run(states, step_of((1, 0, 8), fresh=(1,), snapshots={1: [NO_PAGE, 10]}))
@@ -154,7 +180,7 @@ def test_state_is_saved_behind_the_snapshots_of_its_row() -> None:
     levels = run(
         states, step_of((1, 0, 8), fresh=(1,), snapshots=blocks, copies=[("save", 1, 8, 30)])
     )
-    assert levels == [[(0, 4, 1)], [(4, 8, 1)], []]
+    assert levels == [[(0, 4, 1)], [(4, 8, 1)]]
     for tokens, page in ((4, 10), (8, 20), (8, 30)):
         run(states, step_of((0, tokens, 1), fresh=(0,), copies=[("load", 0, tokens, page)]))
         assert seen(states, 0) == {tokens + 1.0}
