@@ -3,7 +3,7 @@
 # limit of its own, the most important first; goes on after a failure and leaves a report.
 #   tests/gpu/run.sh                      report in gpu-report.txt, measurements also in gpu-report.jsonl
 #   tests/gpu/run.sh --cpu                the same commands where there is no GPU: tests are skipped, measurements are small
-#   PARTS=engine,bench tests/gpu/run.sh   only these; all: compile engine graphs grammars bench constrained pages start attention more bench8b constrained8b pair
+#   PARTS=engine,bench tests/gpu/run.sh   only these; all: compile engine graphs drafts grammars bench constrained pages start attention more bench8b constrained8b pair
 #   COMPILE='norm rope'                   kernels of part compile;  JOBS=7 of them at once
 #   OUT=DIR                               where reports go;  BUDGET=570 seconds for everything;  PYTHON=…;  WHEELS=gpu-wheels
 # Uses what is installed, or where it finds a folder of tests/gpu/pack.sh, that, offline: nothing of `make setup` is needed then.
@@ -18,7 +18,7 @@ report=$out/gpu-report.txt jsonl=$out/gpu-report.jsonl
 : > "$report" || exit 2
 rm -f "$jsonl"
 wheels=${WHEELS:-gpu-wheels}
-parts=${PARTS:-compile,engine,graphs,grammars,bench,constrained,pages,start,attention,more,bench8b,constrained8b,pair}
+parts=${PARTS:-compile,engine,graphs,drafts,grammars,bench,constrained,pages,start,attention,more,bench8b,constrained8b,pair}
 began=$SECONDS budget=${BUDGET:-570}
 log=$(mktemp) || exit 2
 site=$(mktemp -d) || exit 2
@@ -93,8 +93,9 @@ fi
 read -ra kernels <<< "${COMPILE:-norm rope silu decode:bfloat16:64 prefill:bfloat16:64 decode:bfloat16:128 prefill:bfloat16:128}"
 [ $cpu = 1 ] || part compile 240 xargs -a <(printf '%s\n' "${kernels[@]}") -P "${JOBS:-7}" -n 1 "$py" -m tests.gpu.prebuild
 part engine 150 "${tests[@]}" tests/gpu/test_engine.py
-mapfile -t rest < <(ls tests/gpu/test_*.py | grep -v 'test_engine\|test_attention\|test_ops\|test_start\|test_graphs\|test_device_pa')
+mapfile -t rest < <(ls tests/gpu/test_*.py | grep -v 'test_engine\|test_attention\|test_ops\|test_start\|test_graphs\|test_drafts\|test_device_pa')
 part graphs 120 "${tests[@]}" tests/gpu/test_graphs.py tests/gpu/sampling/test_sampler.py
+part drafts 120 "${tests[@]}" tests/gpu/test_drafts.py
 part grammars 150 "${tests[@]}" tests/gpu/sampling/test_grammars.py tests/gpu/sampling/test_answers.py
 part bench 150 "${bench[@]}" --shapes $big --sections copy,decode,prefill,workload
 # Long prompts are no part of it: with short chunks their kernels need not be compiled.

@@ -182,8 +182,7 @@ def test_model_of_these_shapes_gets_them(tmp_path: Path, monkeypatch: pytest.Mon
     pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
     monkeypatch.setattr(ops, "_flashinfer", None)
     monkeypatch.setattr(ops, "_head_kernel", None)
-    ops.choose_cuda(
-        load_model(shapes.make("tiny", tmp_path), load_format="dummy").spec.kernel_shapes, CUDA
-    )
+    spec = load_model(shapes.make("tiny", tmp_path), load_format="dummy").spec
+    ops.choose_cuda([spec.kernel_shapes], CUDA)
     assert ops._flashinfer is not None
     assert ops.head_kernel(torch.empty(0, device=CUDA)) is not None

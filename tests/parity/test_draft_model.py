@@ -194,4 +194,4 @@ def test_a_model_with_states_is_refused(tmp_path: Path) -> None:
     variant_config("qwen3-next").save_pretrained(tmp_path)
     config = build_config({"load_format": "dummy", **with_draft(tmp_path)})
     with pytest.raises(ConfigError, match="keeps a state per sequence, which cannot take back"):
-        read_draft_spec(config, tmp_path, None)
+        read_draft_spec(config, tmp_path, None, on_cpu=True)

@@ -76,6 +76,13 @@ class EngineConfig(
         return min(self.chunked_prefill_size, self.max_prefill_tokens)
 
     @property
+    def most_answer_tokens(self) -> int:
+        """Most tokens of a step that computes no prompt: one of each answer, and the drafts that
+        the step has room for."""
+        rows = self.max_running_requests
+        return min(rows * (1 + self.most_drafts), max(rows, self.step_tokens))
+
+    @property
     def is_drafted_by_head(self) -> bool:
         """True if drafts follow from hidden states of the model."""
         return self.speculative_algorithm in HEADS
@@ -83,6 +90,8 @@ class EngineConfig(
     @property
     def most_drafts(self) -> int:
         """Most drafted tokens of a row and step."""
+        if self.speculative_algorithm is None:
+            return 0
         return min(
             self.speculative_num_draft_tokens,
             self.speculative_num_steps or self.speculative_num_draft_tokens,

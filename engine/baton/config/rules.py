@@ -144,12 +144,8 @@ def _check_speculation(c: EngineConfig) -> Iterator[str]:
                     "--speculative-algorithm; give that, too, or leave it out"
                 )
         return
-    for is_refused, reason in (
-        (c.device == "cuda", "tokens are drafted with --device cpu alone"),
-        (c.disaggregation_mode == "prefill", "a prefill node decodes nothing"),
-    ):
-        if is_refused:
-            yield f"--speculative-algorithm {algorithm}: {reason}; leave it out"
+    if c.disaggregation_mode == "prefill":
+        yield (f"--speculative-algorithm {algorithm}: a prefill node decodes nothing; leave it out")
     if c.is_drafted_by_head and c.tp_size > 1:
         yield (
             f"--speculative-algorithm {algorithm}: heads draft with --tp-size 1 in this version; "

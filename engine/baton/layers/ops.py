@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
@@ -64,31 +64,39 @@ _flashinfer: FlashInferOps | None = None
 _head_kernel: Callable[..., None] | None = None
 
 
-def choose_cuda(shapes: KernelShapes, device: torch.device, *, required: bool = False) -> None:
-    """Decide for this process which kernels compute the model's functions on `device`, and compile
-    them.
+def choose_cuda(
+    shapes: Sequence[KernelShapes], device: torch.device, *, required: bool = False
+) -> None:
+    """Decide for this process which kernels compute the functions of its models on `device`, and
+    compile them.
 
     Plain torch takes the place of those that cannot be used; the reason is logged.
 
     Raises:
-        ConfigError: with `required`, kernels that take this model cannot be compiled here.
+        ConfigError: with `required`, kernels that take these models cannot be compiled here.
     """
     _choose_triton(shapes, device, required=required)
     _choose_flashinfer(shapes, device, required=required)
 
 
-def _choose_triton(shapes: KernelShapes, device: torch.device, *, required: bool) -> None:
+def _first_problem(found: Iterable[str | None]) -> str | None:
+    """Models of one process have the same kernels: those that all of them can have."""
+    return next((problem for problem in found if problem is not None), None)
+
+
+def _choose_triton(shapes: Sequence[KernelShapes], device: torch.device, *, required: bool) -> None:
     global _head_kernel
     _head_kernel = None
-    problem = triton_kernels.find_obstacle(shapes, device)
+    problem = _first_problem(triton_kernels.find_obstacle(each, device) for each in shapes)
+    has_experts = any(each.experts for each in shapes)
     if problem is None:
         from baton.layers.kernels.heads import store_heads
 
         _head_kernel = store_heads
         log.info("norm, rotation and store of heads, and the sampler: Triton")
-    elif shapes.experts or shapes.is_quantized or shapes.state is not None:
-        parts = "experts" if shapes.experts else "quantized weights"
-        if shapes.state is not None:
+    elif has_experts or any(each.is_quantized or each.state is not None for each in shapes):
+        parts = "experts" if has_experts else "quantized weights"
+        if any(each.state is not None for each in shapes):
             parts = "states of sequences"
         raise ConfigError(
             f"Triton's kernels cannot run here ({problem}), and {parts} have no others on a GPU; "
@@ -106,18 +114,21 @@ def _choose_triton(shapes: KernelShapes, device: torch.device, *, required: bool
         )
 
 
-def _choose_flashinfer(shapes: KernelShapes, device: torch.device, *, required: bool) -> None:
+def _choose_flashinfer(
+    shapes: Sequence[KernelShapes], device: torch.device, *, required: bool
+) -> None:
     from baton.layers import ops_cuda
 
     global _flashinfer
     _flashinfer = None
-    problem = ops_cuda.find_obstacle(shapes)
+    problem = _first_problem(map(ops_cuda.find_obstacle, shapes))
     if problem is None:
         log.info(
             "flashinfer compiles its kernels at the first start, which takes minutes; later starts load them"
         )
         try:
-            _flashinfer = ops_cuda.try_out(shapes, device)
+            found = [ops_cuda.try_out(each, device) for each in shapes]
+            _flashinfer = found[0]
             log.info("norms, rotation and activation: flashinfer")
             return
         except torch.OutOfMemoryError:

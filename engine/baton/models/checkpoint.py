@@ -58,7 +58,7 @@ def check_checkpoint(config: EngineConfig, path: Path, nodes: int = 1) -> None:
     """Raise ConfigError when engines with these flags cannot load the model at `path`, or `nodes`
     of them together."""
     if choose_impl(config, path) == "transformers":
-        draft = read_draft_spec(config, path, None)
+        draft = read_draft_spec(config, path, None, on_cpu=True)
         _check_module(config, path, nodes, DraftModelSizes.of(config, draft, path))
         return
     spec = read_spec(
@@ -73,7 +73,7 @@ def check_checkpoint(config: EngineConfig, path: Path, nodes: int = 1) -> None:
     )
     if spec.states:
         _check_states(config)
-    draft = read_draft_spec(config, path, spec)
+    draft = read_draft_spec(config, path, spec, on_cpu=config.device != "cuda")
     if draft is not None:
         check_draft_vocabulary(config, draft, spec.vocab_size)
     draft_sizes = DraftModelSizes.of(config, draft, path)
@@ -103,12 +103,13 @@ def _check_states(config: EngineConfig) -> None:
 
 
 def read_draft_spec(
-    config: EngineConfig, model_dir: Path, target: ModelSpec | None
+    config: EngineConfig, model_dir: Path, target: ModelSpec | None, *, on_cpu: bool
 ) -> ModelSpec | None:
     """The model or head that drafts; None without one.
 
     Args:
         target: the model that it drafts for; None for a module of transformers.
+        on_cpu: where both are computed.
     Raises ConfigError for a model that cannot draft.
     """
     if config.is_drafted_by_head:
@@ -122,7 +123,7 @@ def read_draft_spec(
             f"{flag}: models that transformers' modules compute do not draft in this version; give "
             "one of the families that Baton has blocks for"
         )
-    spec = read_spec(path, config.dtype, config.load_format, config.random_seed)
+    spec = read_spec(path, config.dtype, config.load_format, config.random_seed, on_cpu=on_cpu)
     if spec.states:
         raise ConfigError(
             f"{flag}: the model keeps a state per sequence, which cannot take back the tokens of a "

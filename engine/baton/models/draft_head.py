@@ -11,10 +11,13 @@ from torch import Tensor
 from baton.layers import ops
 from baton.layers.attention.base import AttentionBackend, ForwardBatch
 from baton.models.blocks.norm import NormBlock
+from baton.models.blocks.tensors import move_tensors
 from baton.models.checkpoint import read_draft_tokens
 from baton.models.decoder import Decoder, DecoderLayer, DecoderWeights
 from baton.models.load import load_tensors
 from baton.models.spec.model import OUTSIDE, ModelSpec
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(slots=True)
@@ -44,6 +47,14 @@ class DraftHead(Decoder):
         self._is_eagle3 = spec.head.is_eagle3
         self._join = join
         self._tokens = tokens
+
+    def to(self, device: torch.device) -> None:
+        super().to(device)
+        move_tensors(self._join, device)
+        self._join.state_norm.to(device)
+        if self._join.token_norm is not None:
+            self._join.token_norm.to(device)
+        self._tokens = self._tokens.to(device)
 
     def pack(self) -> None:
         super().pack()
@@ -98,13 +109,20 @@ class DraftHead(Decoder):
 
 
 def load_head(
-    spec: ModelSpec, path: Path, target: Decoder, load_format: str = "auto", seed: int = 0
+    spec: ModelSpec,
+    path: Path,
+    target: Decoder,
+    load_format: str = "auto",
+    seed: int = 0,
+    device: torch.device = _CPU,
 ) -> DraftHead:
     """Load a head; what it shares with the model `target`, which is packed, is the same object.
 
+    Args:
+        device: that of the model.
     Raises ConfigError for missing or malformed files.
     """
-    loaded = load_tensors(spec, path, load_format, seed)
+    loaded = load_tensors(spec, path, load_format, seed, device=device)
     layer = DecoderLayer.make(spec.layers[0], loaded[0])
     left = loaded[OUTSIDE]
     token_norm = None
@@ -119,4 +137,6 @@ def load_head(
         lm_head_bias=target.weights.lm_head_bias if spec.stream.has_head_bias else None,
     )
     tokens = torch.tensor(read_draft_tokens(path, spec, load_format), dtype=torch.int64)
-    return DraftHead(spec, weights, join, tokens)
+    head = DraftHead(spec, weights, join, tokens)
+    head.to(device)
+    return head

@@ -41,18 +41,21 @@ from baton.models.transformers_backend.choice import choose_impl
 from baton.runtime import device
 from baton.runtime.draft_model import (
     DraftModel,
+    LoadedDraft,
     LoadedHead,
-    load_draft_head,
-    load_draft_model,
+    load_draft,
+    make_draft_head,
+    make_draft_model,
 )
 from baton.runtime.engine_loop import DeviceThread, EngineLoop, PoolSizes, make_engine
 from baton.runtime.expert_load import ExpertLoad
 from baton.runtime.grammar.waiting import GrammarQueue
 from baton.runtime.memory.device_memory import GIB, DeviceMemory
-from baton.runtime.memory.profile import check_weights, no_room, profile_memory
+from baton.runtime.memory.profile import DraftProfile, check_weights, no_room, profile_memory
 from baton.runtime.model_limits import ModelLimits
 from baton.runtime.runner.capture import CudaRecorder, rows_to_record
 from baton.runtime.runner.cuda_runner import DeviceRunner, make_runner
+from baton.runtime.runner.head_runner import HeadRunner
 from baton.runtime.runner.model_runner import ModelRunner
 from baton.runtime.speculation.ngram import NgramDrafter
 from baton.runtime.speculation.speculator import Speculator
@@ -176,12 +179,15 @@ def load_rank(
     spec = model.spec
     context = _context_length(config, spec)
     root = Path(model_dir)
-    draft_spec, draft_sizes = _read_draft(config, root, spec)
+    draft, draft_sizes = _load_draft(config, root, placed, shard)
     pages = _requested_pages(config, spec, compute, draft_sizes)
     memory = placed.memory
     if memory is not None:
+        profile = _profile_draft(config, draft, draft_sizes, model, compute)
         kv_spec = _kv_spec(config, spec)
-        pages = profile_memory(model, kv_spec, config, context, pages, memory, place, placed.group)
+        pages = profile_memory(
+            model, kv_spec, config, context, pages, memory, place, placed.group, profile
+        )
     assert pages is not None, "a pool in host memory has a default size"
     kv, attn = _make_pool(config, spec, pages, compute)
     host_pages = host_pool_pages(kv.spec, config.host_kv_gib, config.dp_size * config.tp_size)
@@ -194,18 +200,17 @@ def load_rank(
         host=HostPool(kv, host_pages, placed.group or ALONE) if host_pages else None,
         broadcast=None if place is None else place.broadcast,
     )
-    if memory is not None and isinstance(runner, DeviceRunner):
-        _record_graphs(runner, config, compute, context, memory)
+    draft_model = None
+    if draft is not None:
+        draft_model = _attach_draft(config, draft, pages, runner, model, compute)
+    if memory is not None:
+        _record_runners(config, runner, draft_model, context, memory)
     log.info(
         "loaded %s: %.1f M parameters (%s), pool of %d pages x %d tokens (%s) = %.0f MiB, "
         "%d thread(s), %.1f s",
         model_dir, placed.num_parameters / 1e6, spec.dtype, pages, config.page_size,
         kv.spec.page_dtype, pages * kv.page_bytes / 2**20, threads, time.monotonic() - started,
     )  # fmt: skip
-    draft_model = None
-    # The first of several tensor-parallel ranks draws all tokens.
-    if draft_spec is not None and shard.rank == 0:
-        draft_model = _load_draft(config, draft_spec, pages, runner, model, root)
     limits = from_config.limits(config, pages, page_groups=kv.spec.rules)
     layout = kv.spec.layout(spec.model_hash)
     if shard.size > 1:
@@ -231,27 +236,63 @@ def load_rank(
     )
 
 
-def _read_draft(
-    config: EngineConfig, root: Path, spec: ServedSpec
-) -> tuple[ModelSpec | None, DraftModelSizes]:
-    draft = read_draft_spec(config, root, spec if isinstance(spec, ModelSpec) else None)
-    if draft is not None:
-        check_draft_vocabulary(config, draft, spec.vocab_size)
-    return draft, DraftModelSizes.of(config, draft, root)
-
-
 def _load_draft(
+    config: EngineConfig, root: Path, placed: _PlacedModel, shard: Shard
+) -> tuple[LoadedDraft | None, DraftModelSizes]:
+    """What drafts, if anything does and it is computed here; every rank knows its size."""
+    model = placed.model
+    target = model.spec if isinstance(model.spec, ModelSpec) else None
+    spec = read_draft_spec(config, root, target, on_cpu=placed.device.type == "cpu")
+    sizes = DraftModelSizes.of(config, spec, root)
+    if spec is None:
+        return None, sizes
+    check_draft_vocabulary(config, spec, model.spec.vocab_size)
+    # The first of several tensor-parallel ranks draws all tokens.
+    if shard.rank > 0:
+        return None, sizes
+    if placed.memory is not None:
+        check_weights(sizes.weights, placed.memory, "what drafts")
+    draft = load_draft(config, spec, draft_directory(config, root), model, placed.device)
+    return draft, sizes
+
+
+def _profile_draft(
     config: EngineConfig,
-    spec: ModelSpec,
+    draft: LoadedDraft | None,
+    sizes: DraftModelSizes,
+    model: ServedModel,
+    compute: torch.device,
+) -> DraftProfile:
+    """What drafts, as far as the pool's size depends on it."""
+    if draft is None:
+        return DraftProfile(sizes)
+    if draft.model.spec.head is None:
+        return DraftProfile(sizes, model=draft.model)
+
+    def make_head(pages: int) -> HeadRunner:
+        return make_draft_head(config, draft, pages, model, compute).runner
+
+    return DraftProfile(sizes, make_head=make_head)
+
+
+def _attach_draft(
+    config: EngineConfig,
+    draft: LoadedDraft,
     pages: int,
     runner: ModelRunner,
     model: ServedModel,
-    root: Path,
+    compute: torch.device,
 ) -> DraftModel | LoadedHead:
-    """What drafts for a model; a head reads along with the model's runner from now on."""
-    if spec.head is None:
-        return load_draft_model(config, spec, pages)
-    head = load_draft_head(config, spec, pages, model, draft_directory(config, root))
+    """What drafts for a model, with its pages; a head reads along with the model's runner from now
+    on.
+    """
+    with no_room(
+        "what drafts",
+        "another process took memory meanwhile: start again, or lower --mem-fraction-static",
+    ):
+        if draft.model.spec.head is None:
+            return make_draft_model(config, draft, pages, compute)
+        head = make_draft_head(config, draft, pages, model, compute)
     runner.head = head.runner
     return head
 
@@ -343,7 +384,7 @@ def _load_native(
     model = _load_share(config, model_dir, whole_spec, shard, group, compute, on_progress)
     if memory is not None:
         shapes = model.spec.kernel_shapes
-        ops.choose_cuda(shapes, compute, required=config.attention_backend != "torch")
+        ops.choose_cuda([shapes], compute, required=config.attention_backend != "torch")
     with no_room("the experts of a layer a second time", NO_ROOM_REMEDY):
         model.pack()
     return _PlacedModel(model, compute, whole_spec.num_parameters, group, memory)
@@ -431,15 +472,31 @@ def _make_pool(
     return kv, attn
 
 
-def _record_graphs(
-    runner: DeviceRunner,
+def _record_runners(
     config: EngineConfig,
-    compute: torch.device,
+    runner: ModelRunner,
+    draft: DraftModel | LoadedHead | None,
     context: int,
     memory: DeviceMemory,
 ) -> None:
-    """Record decode steps as CUDA graphs, or say why not."""
+    """Record steps of the model, and of a draft model."""
     rows = rows_to_record(config)
+    _record_graphs(config, runner, memory, rows, context, config.most_drafts)
+    if isinstance(draft, DraftModel):
+        rows = min(rows, config.max_running_requests)
+        _record_graphs(config, draft.runner, memory, rows, draft.limits.max_context)
+
+
+def _record_graphs(
+    config: EngineConfig,
+    runner: ModelRunner,
+    memory: DeviceMemory,
+    rows: int,
+    context: int,
+    most_drafts: int = 0,
+) -> None:
+    """Record decode steps of up to `rows` rows as CUDA graphs, or say why not."""
+    assert isinstance(runner, DeviceRunner), "steps are recorded on a GPU"
     if not rows:
         if config.disaggregation_mode == "prefill":
             log.info("CUDA graphs: none, a prefill node runs no decode steps")
@@ -462,7 +519,7 @@ def _record_graphs(
         "lower --cuda-graph-max-bs or --mem-fraction-static, or give --disable-cuda-graph",
     ):
         try:
-            runner.record_graphs(CudaRecorder(compute), rows, context)
+            runner.record_graphs(CudaRecorder(memory.device), rows, context, most_drafts)
         except torch.OutOfMemoryError:
             raise
         except Exception as err:  # noqa: BLE001 - of flashinfer or torch

@@ -70,8 +70,6 @@ def _beyond_cuda(config: EngineConfig) -> str | None:
             f"--tp-size {config.tp_size} needs as many CUDA devices, torch finds "
             f"{torch.cuda.device_count()}"
         )
-    if config.speculative_algorithm is not None:
-        return "tokens are drafted on the CPU alone; leave --speculative-algorithm out"
     if config.attention_backend == "cpu":
         return "the kernels of --attention-backend cpu work in host memory; use auto"
     if config.attention_backend != "torch" and (missing := flashinfer_loader.find_obstacle()):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,24 @@ from baton.layers.attention.flashinfer_latent import FlashInferLatentAttention
 from baton.layers.host_pool import HostPool
 from baton.layers.kv_pool import KvTensors, make_pool
 from baton.layers.recurrent_state import StateRows
-from baton.layers.spec import PLAIN_EXPERTS, ExpertForm, common_latents
+from baton.layers.spec import (
+    PLAIN_EXPERTS,
+    AttentionSpec,
+    ExpertForm,
+    LayerAttention,
+    common_latents,
+)
 from baton.models.decoder import Decoder
 from baton.runtime import build as runtime
+from baton.runtime import draft_model
 from baton.runtime.engine_loop import EngineLoop
+from baton.runtime.memory import profile
 from baton.runtime.runner.cuda_runner import DeviceRunner
 from tests.support.devices import fake_flashinfer
 from tests.support.devices.late_stream import LateStream
 from tests.support.devices.tape import TapeRecorder
 from tests.support.engines.engine_run import make_engine
+from tests.support.probes import RunnerProbe
 
 
 @dataclass
@@ -37,6 +46,7 @@ class Device:
     stream: LateStream = field(default_factory=LateStream)
     recorder: TapeRecorder = field(default_factory=TapeRecorder)
     runner: DeviceRunner | None = None
+    """Of the model; that of a draft model is made as it is."""
 
     def late(
         self, path: Path | str, broadcast: Callable[[bytes], None] | None = None, **flags: object
@@ -44,10 +54,7 @@ class Device:
         """The attention backend of the flags, and the CPU's kernels. `broadcast`: as of the first of several ranks."""
 
         def make_runner(*args: Any, **more: Any) -> DeviceRunner:
-            self.runner = DeviceRunner(
-                *args, stream=self.stream, **{**more, "broadcast": broadcast}
-            )
-            return self.runner
+            return DeviceRunner(*args, stream=self.stream, **{**more, "broadcast": broadcast})
 
         return self._make(path, make_runner, **flags)
 
@@ -57,13 +64,15 @@ class Device:
         largest: int,
         poison: bool = False,
         head_kernel: bool = False,
+        most_drafts: int = 0,
         **flags: object,
     ) -> EngineLoop:
         """flashinfer's stand-in and plain torch, which can be recorded; `largest` 0: everything runs eagerly.
 
         Args:
-            poison: the dummy page is NaN before each step.
+            poison: the dummy page is NaN before each step, and the token table rubbish behind drafts.
             head_kernel: heads are stored by a stand-in of the kernel, from now on.
+            most_drafts: of a row of recorded steps.
         """
         self.monkeypatch.setattr(ops, "head_kernel", lambda x: store_heads if head_kernel else None)
         half, dims = (torch.float32, *flashinfer.DTYPES), (16, 24, 32, *flashinfer.HEAD_DIMS)
@@ -85,23 +94,40 @@ class Device:
             host: HostPool | None = more.pop("host", None)
             if host is not None:
                 more["host"] = HostPool(pool, len(host.memory))
-            backend: GraphAttention
-            if (latents := common_latents(model.spec.attention)) is not None:
-                backend = FlashInferLatentAttention(latents, pool, fake_flashinfer)
-            else:
-                heads = model.spec.attention
-                backend = flashinfer.FlashInferAttention(heads, pool, fake_flashinfer)
+            backend = make_backend("flashinfer", model.spec.attention, pool)
             made = _Poisoning if poison else DeviceRunner
-            self.runner = made(model, pool, backend, max_slots, stream=self.stream, **more)
-            if largest:
-                self.runner.record_graphs(self.recorder, largest, model.spec.max_context)
-            return self.runner
+            return made(model, pool, backend, max_slots, stream=self.stream, **more)
 
-        return self._make(path, make_runner, attention_backend="torch", **flags)
+        # What drafts is made with it, too.
+        self.monkeypatch.setattr(draft_model, "make_backend", make_backend)
+        engine = self._make(path, make_runner, attention_backend="torch", **flags)
+        assert self.runner is not None
+        if largest:
+            context = RunnerProbe(self.runner).model.spec.max_context
+            self.runner.record_graphs(self.recorder, largest, context, most_drafts)
+        return engine
+
+    def started(self, path: Path | str, **flags: object) -> EngineLoop:
+        """`recorded`, by the steps of a start on a GPU: what drafts is loaded before the pool is
+        sized, everything is warmed up, and steps of all sizes are recorded."""
+        load = runtime._load_native
+
+        def load_beside_memory(*args: Any) -> Any:
+            return replace(load(*args), memory=PlentyOfMemory())
+
+        self.monkeypatch.setattr(runtime, "_load_native", load_beside_memory)
+        self.monkeypatch.setattr(runtime, "CudaRecorder", lambda _: self.recorder)
+        self.monkeypatch.setattr(profile, "make_backend", make_backend)
+        return self.recorded(path, 0, **flags)  # type: ignore[arg-type]
 
     def _make(self, path: Path | str, make_runner: Any, **flags: object) -> EngineLoop:
+        def make_first(*args: Any, **more: Any) -> DeviceRunner:
+            self.runner = make_runner(*args, **more)
+            return self.runner
+
         with self.monkeypatch.context() as patch:
-            patch.setattr(runtime, "make_runner", make_runner)
+            patch.setattr(runtime, "make_runner", make_first)
+            patch.setattr(draft_model, "make_runner", make_runner)
             return make_engine(path, **flags)
 
 
@@ -181,6 +207,31 @@ def recorded_kernel(plain: Callable[..., None]) -> Callable[..., None]:
     return launch
 
 
+class PlentyOfMemory:
+    """As device_memory.DeviceMemory."""
+
+    device = torch.device("cpu")
+
+    def free_bytes(self) -> tuple[int, int]:
+        return 60 << 30, 80 << 30
+
+    def reserved_bytes(self) -> int:
+        return 1 << 30
+
+    def reset_peak(self) -> None: ...
+
+    def peak_bytes(self) -> int:
+        return 2 << 30
+
+
+def make_backend(name: str, layers: Sequence[LayerAttention], kv: KvTensors) -> GraphAttention:
+    """In place of attention.make_backend: by flashinfer's stand-in."""
+    if (latents := common_latents(layers)) is not None:
+        return FlashInferLatentAttention(latents, kv, fake_flashinfer)
+    heads = [layer for layer in layers if isinstance(layer, AttentionSpec)]
+    return flashinfer.FlashInferAttention(heads, kv, fake_flashinfer)
+
+
 def store_heads(
     heads: Tensor, num_heads: int, norms: tuple[Tensor, Tensor] | None, eps: float, positions: Tensor,
     tables: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor], slots: Tensor,
@@ -208,8 +259,17 @@ def store_heads(
     values[slots // size, slots % size] = v
 
 
+RUBBISH = 3
+"""A token that answers rarely have."""
+
+
 class _Poisoning(DeviceRunner):
     @torch.inference_mode()
     def execute(self, plan: Any) -> Any:
         self._kv.data[self._kv.dummy_page].fill_(torch.nan)
-        return super().execute(plan)
+        launched = super().execute(plan)
+        if plan.drafted:
+            self._table.write_tokens(
+                torch.arange(self._table.dummy), torch.full((self._table.dummy,), RUBBISH)
+            )
+        return launched

@@ -24,9 +24,11 @@ from baton.layers.spec import ExpertForm
 from baton.runtime.engine_loop import EngineLoop
 from tests.support.devices import fake_flashinfer
 from tests.support.devices.device_engine import Device
+from tests.support.engines.draft_model import count_drafts
 from tests.support.engines.engine_run import answer, greedy, make_engine
+from tests.support.engines.scripted_drafter import ScriptedDrafter, speculate
 from tests.support.kernels.interpreted import prepare_interpreter
-from tests.support.models.checkpoints import make_checkpoint
+from tests.support.models.checkpoints import VOCAB, make_checkpoint
 from tests.support.models.quantized_checkpoints import quantize
 
 PROMPTS = [[5, 9, 30, 2, 17], [8], [3, 3, 41, 60, 12, 7, 7, 19] * 2]
@@ -115,6 +117,15 @@ def main() -> None:
         assert chosen == count_choices(plain), "rows of padding chose experts"
         layers = engine.runner._model.weights.layers
         quantized = sum(isinstance(layer.attention.o, CodedMatrix) for layer in layers)
+        # Drafts are rows of a recording, which choose experts.
+        engine.close()
+        drafting = device.recorded(path, 8, poison=True, most_drafts=2, **flags)
+        answers = {(tuple(p), 0): tokens for p, tokens in zip(PROMPTS, want, strict=True)}
+        speculate(drafting, ScriptedDrafter(answers, 0.7, VOCAB), 2)
+        got = answer(drafting, PROMPTS, greedy(TOKENS))
+        assert got == want, (got, want)
+        assert count_drafts(drafting)[1] > 0
+        assert sum(map(sum, count_choices(drafting))) > sum(map(sum, chosen))
         print(f"{sum(map(sum, chosen))} choices, {quantized} output projections are codes")
 
 

@@ -187,15 +187,18 @@ class MtpReference(HeadReference):
         return int(self.model.lm_head(normed)[-1].argmax()), normed[-1]
 
 
-def make_mtp(variant: str, path: Path, *, echoes: bool = False) -> MtpReference:
+def make_mtp(variant: str, path: Path, *, echoes: bool = False, **changes: Any) -> MtpReference:
     """Write `variant` with an MTP layer behind its layers to directory `path`.
 
     Args:
         echoes: no layer changes the residual stream, and the MTP layer passes the token on: what it
             drafts is what the model draws.
+        changes: fields of its config with other values.
     """
     layers = 2
-    make_checkpoint(variant, path, num_hidden_layers=layers + 1, tie_word_embeddings=False)
+    make_checkpoint(
+        variant, path, num_hidden_layers=layers + 1, tie_word_embeddings=False, **changes
+    )
     file = path / "model.safetensors"
     tensors = load_file(file)
     hidden = tensors["model.norm.weight"].shape[0]

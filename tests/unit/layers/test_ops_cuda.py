@@ -157,9 +157,16 @@ REFUSED = [
 
 @pytest.mark.parametrize(("changes", "why"), REFUSED)
 def test_models_beyond_them_are_computed_by_plain_torch(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, changes: dict[str, Any], why: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    changes: dict[str, Any],
+    why: str,
 ) -> None:
-    ops._choose_flashinfer(shapes_of(tmp_path, **changes), CPU, required=False)
+    monkeypatch.setattr(flashinfer_loader, "find_obstacle", lambda: None)
+    # Beside a model that they could compute, too.
+    shapes = (shapes_of(tmp_path / "a"), shapes_of(tmp_path / "b", **changes))
+    ops._choose_flashinfer(shapes, CPU, required=False)
     assert ops._flashinfer is None
     assert why in caplog.messages[-1]
     assert caplog.messages[-1].startswith("norms, rotation and activation: plain torch")
@@ -182,7 +189,7 @@ def test_every_function_is_run_once_and_one_that_does_not_compile_is_reported(
     monkeypatch.setattr(flashinfer_loader, "find_obstacle", lambda: None)
     monkeypatch.setattr(ops, "_flashinfer", None)
     kernel_shapes = shapes_of(tmp_path)
-    ops._choose_flashinfer(kernel_shapes, CPU, required=False)
+    ops._choose_flashinfer([kernel_shapes], CPU, required=False)
     assert isinstance(ops._flashinfer, FlashInferOps)
     assert set(calls) == {
         "rmsnorm",
@@ -198,13 +205,13 @@ def test_every_function_is_run_once_and_one_that_does_not_compile_is_reported(
         )
 
     monkeypatch.setattr(ops_cuda, "try_out", broken)
-    ops._choose_flashinfer(kernel_shapes, CPU, required=False)
+    ops._choose_flashinfer([kernel_shapes], CPU, required=False)
     assert ops._flashinfer is None
     assert "flashinfer's: norm.cu(3): error: identifier is undefined" in caplog.messages[-1]
     with pytest.raises(
         ConfigError, match=r"norms cannot run here .*identifier is undefined.*cuBLAS and cuRAND"
     ):
-        ops._choose_flashinfer(kernel_shapes, CPU, required=True)
+        ops._choose_flashinfer([kernel_shapes], CPU, required=True)
 
 
 @pytest.fixture

@@ -19,7 +19,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensorDeviceMismatchError,
+    FakeTensorMode,
+)
 from torch.utils._pytree import tree_leaves
 
 from baton import config
@@ -28,9 +32,14 @@ from baton.layers import kernels
 from baton.layers.attention.base import ForwardBatch
 from baton.layers.kv_pool import make_pool
 from baton.models.decoder import Decoder
+from baton.models.draft_head import load_head
+from baton.models.head_reader import read_eagle3_head
 from baton.runtime import device
+from baton.runtime.runner import head_runner
 from baton.runtime.runner.cuda_runner import DeviceRunner
+from baton.runtime.runner.head_runner import HeadRunner, ScratchSlots
 from baton.runtime.sampling import step_sampler
+from baton.runtime.speculation.head_drafter import DraftRow
 from baton.sched.types.plan import (
     UNKNOWN_TOKEN,
     AdmittedSeq,
@@ -38,11 +47,13 @@ from baton.sched.types.plan import (
     Row,
     StateCopy,
     StepPlan,
+    StepResult,
     StopReason,
 )
 from baton.sched.types.request import SamplingParams
 from tests.support.models import tiny_model
-from tests.support.models.checkpoints import variant_config
+from tests.support.models.checkpoints import make_checkpoint, variant_config
+from tests.support.models.draft_heads import EAGLE3_LAYERS, make_eagle3
 from tests.support.models.model_loop import forward_all
 from tests.support.models.whole_model import load_model
 from tests.support.probes import RunnerProbe
@@ -114,16 +125,9 @@ def test_flags_only_for_cpus_are_refused_on_cuda(flags: dict[str, object], messa
 
 
 @pytest.mark.usefixtures("cuda")
-def test_auto_takes_the_cpu_for_what_has_no_kernels_on_gpus(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    assert resolve(device="auto", speculative_algorithm="NGRAM") == torch.device("cpu")
-    assert "tokens are drafted on the CPU alone" in caplog.text
-
-
-@pytest.mark.usefixtures("cuda")
 def test_cuda_is_taken_where_there_is_one() -> None:
     assert resolve(device="cuda") == resolve(device="auto") == CUDA
+    assert resolve(device="auto", speculative_algorithm="NGRAM") == CUDA
 
 
 @pytest.mark.usefixtures("cuda")
@@ -242,6 +246,67 @@ def test_step_on_cuda_mixes_no_devices(tmp_path: Path) -> None:
         ("token_ids", "cuda"), ("positions", "cuda"), ("slot_mapping", "cuda"), ("sample_index", "cuda"),
         ("qo_indptr", "cpu"), ("kv_lens", "cpu"), ("page_indptr", "cpu"), ("page_indices", "cpu"),
     }  # fmt: skip
+
+
+def drafted_plan() -> StepPlan:
+    """A row with two drafts behind a row without."""
+    params = SamplingParams(temperature=0.0)
+    admitted = tuple(AdmittedSeq(slot, slot, params, 1, array("i", [1])) for slot in (0, 1))
+    rows = (
+        Row(0, 0, 4, 1, True, array("i", [7]), 0, array("i", [3, 1])),
+        Row(1, 1, 2, 3, True, array("i", [5, 6, 7]), 0, array("i", [2, 4])),
+    )
+    pages = array("i", [1, 2, 3, 4])
+    return StepPlan(1, rows, 1, admitted, pages, StopReason.DECODE_ONLY, drafted=(2,))
+
+
+@pytest.mark.usefixtures("no_kernel")
+def test_drafts_and_a_head_on_cuda_mix_no_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_checkpoint("llama", tmp_path / "m", num_hidden_layers=EAGLE3_LAYERS)
+    model = load_model(path)
+    make_eagle3(path, tmp_path / "head")
+    spec = read_eagle3_head(tmp_path / "head", model.spec, "auto")
+    head = load_head(spec, tmp_path / "head", model)
+    check = DeviceCheck()
+    head_check = DeviceCheck()
+    monkeypatch.setattr(head_runner, "MOST_WAITING_TOKENS", 5)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.to(CUDA)
+        head.to(CUDA)
+        run = make_runner(model, check)
+        scratch = ScratchSlots(32, 2)
+        run.head = HeadRunner(head, model, head_check, 2, scratch, FakeStream().put)
+        launched = run.execute(drafted_plan())
+        assert launched.drawn is not None
+        assert launched.drawn.tokens.shape == (4,)
+        assert not head_check.seen, "which drafts count is not known yet"
+        launched.ended = SimpleNamespace(wait=lambda: None)  # type: ignore[assignment]
+        launched.result = StepResult((7, 8), runs=(1, 1))
+        run.execute(plan_of(3))
+        assert ("token_ids", "cuda") in head_check.seen
+        rows = [DraftRow(slot, 1, 5, 2, np.arange(3, dtype=np.int32)) for slot in (0, 1)]
+        # Tokens are read when all drafts are queued.
+        with pytest.raises(DataDependentOutputException):
+            run.head.draft(rows)
+    for seen in (check.seen, head_check.seen):
+        assert seen == {
+            ("token_ids", "cuda"), ("positions", "cuda"), ("slot_mapping", "cuda"),
+            ("sample_index", "cuda"), ("qo_indptr", "cpu"), ("kv_lens", "cpu"),
+            ("page_indptr", "cpu"), ("page_indices", "cpu"),
+        }  # fmt: skip
+
+
+@pytest.mark.usefixtures("no_kernel")
+def test_no_step_is_launched_before_it_is_known_which_drafts_count(tmp_path: Path) -> None:
+    model = load_model(tiny_model.make(tmp_path / "m"), load_format="dummy")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.to(CUDA)
+        run = make_runner(model, DeviceCheck())
+        run.execute(drafted_plan())
+        with pytest.raises(AssertionError, match="which drafts count"):
+            run.execute(plan_of(3))
 
 
 @pytest.mark.usefixtures("no_kernel")

@@ -70,7 +70,8 @@ class RankFlags:
     cuda_graph_max_bs: int | None = opt(
         None,
         "CUDA: most rows of a decode step that is recorded, 1 to 1024; larger steps launch every "
-        "kernel (default: 256; never more than max-running-requests)",
+        "kernel (default: 256; never more than max-running-requests, and as many more for each "
+        "drafted token)",
         ge=1,
         le=1024,
         on_device=True,

@@ -108,7 +108,7 @@ class SpeculationFlags:
         "draft tokens and compute several of an answer in one step, without changing any: NGRAM "
         "drafts what followed the last tokens earlier in the request or in a recent answer, "
         "STANDALONE what a smaller model answers, EAGLE3 what a head reads in the model's hidden "
-        "states, NEXTN (or EAGLE) the same with the MTP layer of the checkpoint (not on GPUs)",
+        "states, NEXTN (or EAGLE) the same with the MTP layer of the checkpoint",
         choices=("NGRAM", "STANDALONE", *HEADS),
         on_device=True,
     )

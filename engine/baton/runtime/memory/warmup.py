@@ -2,9 +2,9 @@
 loaded by them instead of by the first requests, and their memory tells how much is left for the KV
 pool (memory).
 
-1. `steps` writes the plans: every kind of step (prompts only, decode rows only, both, each way of
-sampling, a chunk that samples nothing, a few tokens after a long cached prefix) small, then the
-largest that the limits allow;
+1. `warmup_steps` writes the plans: every kind of step (prompts only, decode rows only, both, each
+way of sampling, a chunk that samples nothing, a few tokens after a long cached prefix) small, then
+the largest that the limits allow;
 2. `run_warmup` executes them on a runner with a small pool (`pages_needed`), with a line of
 progress each; 3. that pool and runner are dropped, and the real ones are made.
 
@@ -71,6 +71,8 @@ class WarmupLimits:
     running: int
     context: int
     page_size: int
+    drafts: int = 0
+    """Most drafted tokens of a row."""
     state_pages: int = 0
     """Pages of a sequence's states; 0: no layer keeps any."""
 
@@ -90,7 +92,7 @@ class WarmupResult:
     largest: int
     """The most that any step took."""
     largest_decode: int
-    """The most that a step of decode rows only took."""
+    """The most that the largest steps of decode rows only took, with drafts and without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +107,14 @@ class _Step:
     """All rows or none: the more, the more memory."""
     cached: int = 0
     """Tokens of each prompt that are in the KV pool already."""
+    drafted: tuple[int, ...] = ()
+    """Drafted tokens of further sequences, which continue as those of `decode`."""
 
     def make_plan(self, number: int, limits: WarmupLimits) -> StepPlan:
         free = itertools.count(limits.state_pages)
-        shapes = [(min(limits.page_size, limits.context) - 1, 1)] * self.decode
+        known = min(limits.page_size, limits.context) - 1
+        shapes = [(known, 1)] * self.decode
+        shapes += [(min(known, limits.context - 1 - n), 1 + n) for n in self.drafted]
         shapes += [(self.cached, n) for n in self.prompts]
         rows = []
         admitted = []
@@ -132,13 +138,15 @@ class _Step:
             array("i"),
             StopReason.QUEUE_EMPTY,
             states=tuple(loads),
+            drafted=self.drafted,
         )
 
 
 def warmup_steps(limits: WarmupLimits) -> list[tuple[str, StepPlan]]:
     """Each with a name for people.
 
-    The last two are the largest of decode rows only, and the largest of all.
+    The last ones are the largest of decode rows only, the largest of rows with drafts, where there
+    are some, and the largest of all.
     """
     few = min(4, limits.running)
     short = min(
@@ -157,9 +165,26 @@ def warmup_steps(limits: WarmupLimits) -> list[tuple[str, StepPlan]]:
         _Step("prompt and decode rows", few - 1, (short,)),
         _Step("all ways of sampling", min(len(SAMPLINGS), limits.running), (), SAMPLINGS[-few:]),
         _Step(f"{limits.running} sequences decoding", limits.running, ()),
+        *_largest_drafted_step(limits),
         _largest_step(limits),
     ]
     return [(step.name, step.make_plan(number, limits)) for number, step in enumerate(shapes)]
+
+
+def _largest_drafted_step(limits: WarmupLimits) -> list[_Step]:
+    """As many drafts as a step has room for, whose rows want logits, too; none where there are
+    none.
+    """
+    each = min(limits.drafts, limits.context - 1)
+    room = min(limits.running * each, limits.tokens - limits.running)
+    if room <= 0:
+        return []
+    full_rows, left = divmod(room, each)
+    drafted = (each,) * full_rows
+    if left:
+        drafted += (left,)
+    decode = limits.running - len(drafted)
+    return [_Step(f"{limits.running} sequences with {room} drafts", decode, (), drafted=drafted)]
 
 
 def _largest_step(limits: WarmupLimits) -> _Step:
@@ -205,4 +230,5 @@ def run_warmup(
         log.info(
             "warm-up step %d of %d: %s, %.2f s", i, len(plans), name, time.monotonic() - started
         )
-    return WarmupResult(max(took), took[-2])
+    num_answering_only = 2 if plans[-2][1].drafted else 1
+    return WarmupResult(max(took), max(took[-1 - num_answering_only : -1]))

@@ -10,6 +10,12 @@ other step, and a larger one, runs eagerly.
     pages             7 3     9       1      dummy      one page beyond those the scheduler knows
     token table       slots of the rows      dummy      one entry beyond the slots
 
+A row with drafts is as many rows of a recording as it has tokens, each over the pages up to its
+own. All of them write the entry of its slot, in no order: no step behind drafts reads the table.
+
+Where a head drafts, a recording keeps the hidden states that the head reads, and the token ids that
+the table stood for.
+
 A padding row reads and writes the dummy page and the dummy entry only, so it changes no other row's
 tokens. It chooses no experts, and no state is its own.
 
@@ -23,6 +29,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +37,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.config import EngineConfig
+from baton.layers import ops
 from baton.layers.attention.base import (
     NOTHING,
     ForwardBatch,
@@ -69,12 +77,12 @@ shared memory included.
 
 
 def rows_to_record(config: EngineConfig) -> int:
-    """Rows of the largest step recorded on a CUDA device as the flags have it; 0: nothing is
-    recorded.
+    """Rows of the largest step recorded on a CUDA device as the flags have it, where a drafted
+    token is one, too; 0: nothing is recorded.
     """
     if config.disable_cuda_graph or config.tp_size > 1 or config.disaggregation_mode == "prefill":
         return 0
-    return min(config.cuda_graph_max_bs or MOST_ROWS, config.max_running_requests)
+    return min(config.cuda_graph_max_bs or MOST_ROWS, config.most_answer_tokens)
 
 
 class CudaRecorder:
@@ -98,6 +106,29 @@ class CudaRecorder:
         return graph.replay
 
 
+class StatesRecording(NamedTuple):
+    """Makes recorded steps keep what a head reads."""
+
+    compute: Callable[[ForwardBatch, GraphAttention], tuple[Tensor, Tensor]]
+    """HeadRunner.compute_model"""
+    state_size: int
+
+
+class ReplayedStep(NamedTuple):
+    """Of n tokens. All but what a head reads is overwritten by the next replay."""
+
+    logits: Tensor
+    """float32 [n, vocab]"""
+    greedy: Tensor
+    """int64 [n]: their `greedy_tokens`, in the token table already."""
+    entries: Tensor
+    """int64 [n]: where in the table."""
+    states: Tensor | None = None
+    """[n, state_size], with `StatesRecording`."""
+    token_ids: Tensor | None = None
+    """int64 [n], all known; with `StatesRecording`."""
+
+
 @dataclass(eq=False)
 class DecodeGraphs:
     """Recorded when it is made, which takes a while."""
@@ -114,6 +145,10 @@ class DecodeGraphs:
     """Longest row [tokens]."""
     states: SlotStates | None = None
     """Of layers that keep a state per sequence, where there are some."""
+    most_drafts: int = 0
+    """Of a row."""
+    recorded_states: StatesRecording | None = None
+    """None: no head reads along."""
 
     def __post_init__(self) -> None:
         kv = self.kv
@@ -122,13 +157,21 @@ class DecodeGraphs:
         self.sizes = capture_sizes(largest)
         device = kv.data.device
         # Rows may share pages, so there can be more entries than pages; beyond twice as many a step
-        # runs eagerly.
-        pages = min(largest * -(-self.context // kv.page_size), 2 * kv.num_pages) + largest
+        # runs eagerly. Each draft names the pages of its row again.
+        most_entries = (2 + self.most_drafts) * kv.num_pages
+        pages = min(largest * -(-self.context // kv.page_size), most_entries) + largest
         self._static = GraphInputs(largest, pages, device, kv.spec.num_tables, len(self.attn.views))
         self._logits = torch.zeros(
             largest, self.model.spec.vocab_size, dtype=torch.float32, device=device
         )
         self._greedy = torch.zeros(largest, dtype=torch.int64, device=device)
+        self._token_ids = torch.zeros(largest, dtype=torch.int64, device=device)
+        self._every_row = torch.arange(largest, device=device)
+        self._head_states: Tensor | None = None
+        if self.recorded_states is not None:
+            dtype = ops.TORCH_DTYPES[self.model.spec.dtype]
+            shape = (largest, self.recorded_states.state_size)
+            self._head_states = torch.zeros(shape, dtype=dtype, device=device)
         self.model.reserve(
             self.context
         )  # the tables of rotary embedding stay where they are from now on
@@ -163,13 +206,19 @@ class DecodeGraphs:
             token_ids=self.table.resolve_tokens(static.token_ids[rows]),
             positions=static.positions[rows],
             slot_mapping=slots,
-            sample_index=static.entries[rows],  # as many as there are tokens: every row samples
+            sample_index=self._every_row[rows],
             num_decode=size,
             further=tuple(PageTable(mapping, NOTHING) for mapping in further),
             is_padding=is_padding,
             states=self._read_states(static.entries[rows], is_padding),
         )
-        self._logits[rows].copy_(self.model.compute(batch, self.attn))
+        if self.recorded_states is None or self._head_states is None:
+            hidden = self.model.compute_hidden(batch, self.attn)
+        else:
+            hidden, states = self.recorded_states.compute(batch, self.attn)
+            self._head_states[rows].copy_(states)
+            self._token_ids[rows].copy_(batch.token_ids)
+        self._logits[rows].copy_(self.model.compute_logits(hidden))
         self._greedy[rows].copy_(greedy_tokens(self._logits[rows]))
         self.table.write_tokens(static.entries[rows], self._greedy[rows])
 
@@ -203,10 +252,11 @@ class DecodeGraphs:
         self.attn.plan_replay(size, padded)
 
     def size_for(self, step: StepInputs, indices: StepArrays) -> int | None:
-        """Capture size that runs this step; None: it runs eagerly."""
-        rows = len(step.slots)
+        """Capture size that runs this step, whose drafts are rows (`separate_drafts`); None: it
+        runs eagerly."""
+        rows = len(indices.kv_lens)
         # A recording has one token per row, each sampled: prompts have more, or sample none.
-        if step.num_decode < rows or len(indices.sample_index) < rows:
+        if step.num_answering_tokens < rows or len(indices.sample_index) < rows:
             return None
         size = capture_size(self.sizes, rows)
         # Rows that share a long prefix name its pages once each, which may exceed the recorded
@@ -224,16 +274,18 @@ class DecodeGraphs:
         views = decode_rows(
             indices.kv_lens, indices.page_indptr, tables, self.attn.views, self.kv.page_size
         )
-        columns = np.stack((indices.token_ids, indices.positions, step.slots))
+        entries = np.repeat(step.slots, step.lengths)
+        columns = np.stack((indices.token_ids, indices.positions, entries))
         slots = [indices.slot_mapping, *(slots for slots, _ in indices.further)]
         self._load_rows(size, columns, slots, views)
 
-    def replay_step(self, size: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Queue the step of n rows that was loaded.
-
-        Returns:
-            Logits float32 [n, vocab], their `greedy_tokens` int64 [n], in the token table already,
-            and the rows' entries of it. All three are overwritten by the next replay.
-        """
+    def replay_step(self, size: int, n: int) -> ReplayedStep:
+        """Queue the step of n tokens that was loaded."""
         self._replays[size]()
-        return self._logits[:n], self._greedy[:n], self._static.entries[:n]
+        replayed = ReplayedStep(self._logits[:n], self._greedy[:n], self._static.entries[:n])
+        if self._head_states is None:
+            return replayed
+        # A head stores entries of several steps together.
+        return replayed._replace(
+            states=self._head_states[:n].clone(), token_ids=self._token_ids[:n].clone()
+        )

@@ -12,9 +12,13 @@ waits for that mark.
 
     both queued: the device does not wait for the host
 
-A step of decode rows only is replayed from a recording where there is one (`graphs`). Copies of
-states (slot_states) are queued around it: those that rows begin with before, those that they leave
-behind it.
+A step of decode rows only, with drafts or without, is replayed from a recording where there is one
+(`graphs`). Copies of states (slot_states) are queued around it: those that rows begin with before,
+those that they leave behind it.
+
+Drafts: each token of a row with drafts is a decode row of its own, and a step draws behind all of
+them at once. Which draws count is decided on the host, where the result is read; no step is planned
+before, and the next one names all of its tokens. So such a step leaves the token table alone.
 
 The host needs to know the tokens of earlier steps, and waits for them, in three cases: a row with
 penalties is drawn (they count its tokens), a row with a grammar is drawn (they decide what it
@@ -26,8 +30,9 @@ Nothing here knows CUDA: `stream` does.
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -48,11 +53,12 @@ from baton.layers.recurrent_state import StepStates
 from baton.models.served import ServedModel
 from baton.runtime.runner.capture import CudaRecorder, DecodeGraphs
 from baton.runtime.runner.model_runner import ModelRunner, read_damaged
-from baton.runtime.runner.step_inputs import StepArrays, StepInputs
+from baton.runtime.runner.step_inputs import StepArrays, StepInputs, separate_drafts
 from baton.runtime.runner.token_table import TokenTable
 from baton.runtime.sampling.prompt_logprobs import PromptRows
 from baton.runtime.sampling.sampler import SampleRow
 from baton.runtime.sampling.step_sampler import SamplingLaunch, SamplingResult
+from baton.runtime.sampling.verification import DraftedRows
 from baton.sched.types.plan import UNKNOWN_TOKEN, PromptLogprobs, StepPlan, StepResult
 
 
@@ -86,6 +92,8 @@ class InFlight:
     """Logprobs of prompt tokens that the step's rows predict."""
     is_damaged: Tensor | None = None
     """Of the pages that came back from the host pool (HostPool.carry_out); on the host."""
+    keep_runs: Callable[[StepResult], StepResult] | None = None
+    """What becomes of the draws of a step with drafts; None: it has none."""
     result: StepResult | None = None
     """Set once it has been read."""
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -106,6 +114,8 @@ class InFlight:
         result = StepResult(())
         if self.draw is not None and self.drawn is not None:
             result = self.draw.read_result(self.drawn)
+        if self.keep_runs is not None:
+            result = self.keep_runs(result)
         if self.prompts is not None:
             result = replace(result, prompt_logprobs=self.prompts.read_logprobs())
         damaged_pages = read_damaged(self.is_damaged)
@@ -123,6 +133,10 @@ class ComputedStep(NamedTuple):
     """int64 [S]"""
     prompt_hidden: Tensor | None = None
     """[L, hidden], of the rows that predict prompt tokens whose logprobs are missing."""
+    states: Tensor | None = None
+    """Of all tokens, for a head that reads along; None: there is none."""
+    token_ids: Tensor | None = None
+    """int64 [T], those of `states`."""
 
 
 class DeviceRunner(ModelRunner):
@@ -149,13 +163,19 @@ class DeviceRunner(ModelRunner):
         """Steps with rows whose tokens the host has to know: which token of the step, the slot, the
         row.
         """
+        self._verifying: InFlight | None = None
+        """The last step with drafts."""
 
     @torch.inference_mode()
-    def record_graphs(self, recorder: CudaRecorder, largest: int, context: int) -> None:
+    def record_graphs(
+        self, recorder: CudaRecorder, largest: int, context: int, most_drafts: int = 0
+    ) -> None:
         """From now on steps of at most `largest` decode rows are replayed. Takes a while, and
         device memory.
 
-        Args: `context`: no sequence gets longer.
+        Args:
+            context: no sequence gets longer.
+            most_drafts: of a row, which is as many rows more.
         """
         assert isinstance(self._attn, GraphAttention), "this backend cannot be recorded"
         self._graphs = DecodeGraphs(
@@ -168,6 +188,8 @@ class DeviceRunner(ModelRunner):
             largest,
             context,
             self._states,
+            most_drafts,
+            None if self.head is None else self.head.recorded_states,
         )
 
     @torch.inference_mode()
@@ -180,6 +202,9 @@ class DeviceRunner(ModelRunner):
         # to them.
         if self._broadcast is not None:
             self._read_tokens()
+        assert self._verifying is None or self._verifying.result is not None, (
+            "no step is planned before it is known which drafts count"
+        )
         step, indices, prompt_rows = self._begin_step(plan)
         # A step without rows is executed for its copies.
         if indices is None:
@@ -191,16 +216,54 @@ class DeviceRunner(ModelRunner):
         self._park_states(step)
         began, computed = self._compute_logits(step, indices)
         prompts = self._fetch_prompts(prompt_rows, computed.prompt_hidden)
-        # Chunks in the middle of a prompt draw nothing. Their step has a mark all the same, because
-        # peers read its pages after the commit.
-        if not step.samples.any():
-            ended = self._stream.mark()
-            return InFlight(began, ended, prompts=prompts, is_damaged=is_damaged)
-        rows = [self._sample_row(row) for row in plan.rows if row.sample]
-        draw, drawn = self._draw_tokens(rows, computed)
-        launched = InFlight(began, self._stream.mark(), draw, drawn, prompts, is_damaged)
-        self._advance_rows(rows, step.slots[step.samples], launched)
+        if step.samples.any():
+            launched = self._draw_rows(plan, step, computed, began)
+        else:
+            # Chunks in the middle of a prompt draw nothing. Their step has a mark all the same,
+            # because peers read its pages after the commit.
+            launched = InFlight(began, self._stream.mark())
+        launched.prompts = prompts
+        launched.is_damaged = is_damaged
+        self._extend_head(step, indices, computed, launched)
         return launched
+
+    def _draw_rows(
+        self, plan: StepPlan, step: StepInputs, computed: ComputedStep, began: CudaMark
+    ) -> InFlight:
+        """Queue the draws of a step, at each position of rows with drafts, and the end of it."""
+        sampling = [row for row in plan.rows if row.sample]
+        rows = [self._sample_row(row) for row in sampling]
+        keep_runs = None
+        if plan.drafted:
+            # The copies along the drafts stand behind all tokens before.
+            self._read_tokens()
+            drafted = DraftedRows(sampling, plan.drafted, plan.num_decode)
+            rows = drafted.along_drafts(rows)
+            keep_runs = functools.partial(self._keep_runs, sampling, drafted)
+        draw, drawn = self._draw_tokens(rows, computed)
+        # A replayed step has written its argmax into the table itself, and behind drafts no step
+        # reads the table.
+        if drawn.tokens is not computed.greedy and keep_runs is None:
+            self._table.write_tokens(computed.slots, drawn.tokens)
+        fetched = self._fetch_drawn(drawn)
+        launched = InFlight(began, self._stream.mark(), draw, fetched, keep_runs=keep_runs)
+        if keep_runs is None:
+            self._advance_rows(rows, step.slots[step.samples], launched)
+        else:
+            self._verifying = launched
+        return launched
+
+    def _extend_head(
+        self, step: StepInputs, indices: StepArrays, computed: ComputedStep, launched: InFlight
+    ) -> None:
+        """Queue what a head makes of the step, behind what its result waits for."""
+        if self.head is None or computed.states is None or computed.token_ids is None:
+            return
+
+        def read_runs() -> Sequence[int]:
+            return launched.wait_for_result().runs
+
+        self.head.extend(step, indices, computed.token_ids, computed.states, read_runs)
 
     def execute_remote(self, order: bytes) -> None:
         super().execute_remote(order)
@@ -217,6 +280,7 @@ class DeviceRunner(ModelRunner):
         waits for the host's planning as busy.
         """
         states = self._begin_states(step)
+        indices = separate_drafts(step, indices, self._kv.page_size)
         size = None
         # A row that begins with a copy which another row of the step leaves needs that one's
         # layers first, one by one; a recording computes all rows together.
@@ -226,17 +290,30 @@ class DeviceRunner(ModelRunner):
         if self._graphs is not None and size is not None:
             self._graphs.load_step(size, step, indices)
             began = self._stream.mark()
-            replayed = self._graphs.replay_step(size, len(step.slots))
+            replayed = self._graphs.replay_step(size, len(step.token_ids))
             self._end_states()
-            return began, ComputedStep(*replayed)
+            return began, ComputedStep(
+                replayed.logits,
+                replayed.greedy,
+                replayed.entries,
+                states=replayed.states,
+                token_ids=replayed.token_ids,
+            )
         batch, slots = self._upload_step(step, indices, states)
         self._model.prepare(batch, self._attn)
         began = self._stream.mark()
-        hidden = self._model.compute_hidden(batch, self._attn)
+        hidden_states = None
+        if self.head is None:
+            hidden = self._model.compute_hidden(batch, self._attn)
+        else:
+            hidden, hidden_states = self.head.compute_model(batch, self._attn)
         self._end_states()
         num_sampling = len(hidden) - len(step.prompt_rows)
         logits = self._model.compute_logits(hidden[:num_sampling]).float()
-        return began, ComputedStep(logits, None, slots, hidden[num_sampling:])
+        prompt_hidden = hidden[num_sampling:]
+        return began, ComputedStep(
+            logits, None, slots, prompt_hidden, hidden_states, batch.token_ids
+        )
 
     def _fetch_prompts(
         self, rows: PromptRows | None, hidden: Tensor | None
@@ -252,22 +329,21 @@ class DeviceRunner(ModelRunner):
     def _draw_tokens(
         self, rows: Sequence[SampleRow], computed: ComputedStep
     ) -> tuple[SamplingLaunch, SamplingResult]:
-        """The draw, in the token table by now, and what it drew, on the host later."""
+        """The draw, and what it will have drawn, on the device."""
         if any(row.needs_tokens for row in rows):
             self._read_tokens()
         draw = SamplingLaunch(rows, self.vocab_size, self._stream.put, self._mask_filler)
-        drawn = draw.queue_draw(computed.logits, computed.greedy)
-        # A replayed step has written its argmax into the table itself.
-        if drawn.tokens is not computed.greedy:
-            self._table.write_tokens(computed.slots, drawn.tokens)
-        fetched = SamplingResult(
+        return draw, draw.queue_draw(computed.logits, computed.greedy)
+
+    def _fetch_drawn(self, drawn: SamplingResult) -> SamplingResult:
+        """Queue its way to the host."""
+        return SamplingResult(
             tokens=self._stream.fetch(drawn.tokens),
             chosen=self._fetch_if_any(drawn.chosen),
             top_ids=self._fetch_if_any(drawn.top_ids),
             top_logprobs=self._fetch_if_any(drawn.top_logprobs),
             id_logprobs=self._fetch_if_any(drawn.id_logprobs),
         )
-        return draw, fetched
 
     def _fetch_if_any(self, part: Tensor | None) -> Tensor | None:
         return None if part is None else self._stream.fetch(part)
@@ -315,12 +391,16 @@ class DeviceRunner(ModelRunner):
     def _make_batch(
         self, step: StepInputs, indices: StepArrays, states: StepStates | None
     ) -> ForwardBatch:
+        indices = separate_drafts(step, indices, self._kv.page_size)
         return self._upload_step(step, indices, states)[0]
 
     def _upload_step(
         self, step: StepInputs, indices: StepArrays, states: StepStates | None
     ) -> tuple[ForwardBatch, Tensor]:
-        """The step's tensors, and the slots of the rows that sample: int64 [S] on the device."""
+        """The step's tensors, and the slots of the rows that sample: int64 [S] on the device.
+
+        Args: `indices`: with drafts as rows (`separate_drafts`).
+        """
         token_ids, positions, slot_mapping, sample_index, slots, *further = self._stream.put_all(
             (
                 indices.token_ids,
@@ -340,6 +420,7 @@ class DeviceRunner(ModelRunner):
             positions=positions,
             slot_mapping=slot_mapping,
             sample_index=sample_index,
+            num_decode=step.num_answering_tokens,
             further=tuple(
                 PageTable(mapping, torch.from_numpy(pages))
                 for mapping, (_, pages) in zip(further, indices.further, strict=True)

@@ -115,7 +115,7 @@ class ModelRunner:
         self.grammars: GrammarStore | None = None
         """Where sequences whose answers follow a grammar get its matcher."""
         self.head: HeadRunner | None = None
-        """Drafts by the hidden states of this runner's steps, on the CPU."""
+        """Drafts by the hidden states of this runner's steps."""
         self._check = 0
         """Checksum of the last step, with `broadcast` or `execute_remote`."""
 
@@ -157,25 +157,48 @@ class ModelRunner:
         num_draws = len(sample_rows)
         logits = self._model.compute_logits(hidden[:num_draws]).float()
         result = sample_tokens(logits, sample_rows, self._mask_filler)
-        last_tokens = result.tokens
-        if drafted is not None:
-            result = drafted.keep_runs(result)
-            sample_rows = drafted.rows_at_ends(result.runs)
-            last_tokens = [result.tokens[end - 1] for end in itertools.accumulate(result.runs)]
+        if drafted is None:
+            self._append_tokens(sampling, sample_rows, result.tokens)
+        else:
+            result = self._keep_runs(sampling, drafted, result)
         if self.head is not None and states is not None:
-            self.head.extend(step, indices, states, result.runs)
+            runs = result.runs
+            self.head.extend(step, indices, batch.token_ids, states, lambda: runs)
         if prompt_rows is not None:
             records = self._prompt_records(prompt_rows, hidden[num_draws:], torch.from_numpy)
             found = prompt_rows.split_records(map(Tensor.numpy, records), self.vocab_size)
             result = replace(result, prompt_logprobs=found)
-        for row, sample_row, token in zip(sampling, sample_rows, last_tokens, strict=True):
+        return replace(result, copy_seconds=copy_seconds, damaged_pages=damaged_pages)
+
+    def _keep_runs(
+        self, rows: Sequence[Row], drafted: DraftedRows, result: StepResult
+    ) -> StepResult:
+        """The result of a step with drafts, of what it drew at all positions; its rows go on where
+        their runs end.
+
+        Args:
+            rows: those that sample.
+        """
+        result = drafted.keep_runs(result)
+        last_tokens = [result.tokens[end - 1] for end in itertools.accumulate(result.runs)]
+        self._append_tokens(rows, drafted.rows_at_ends(result.runs), last_tokens)
+        return result
+
+    def _append_tokens(
+        self, rows: Sequence[Row], sample_rows: Sequence[SampleRow], tokens: Sequence[int]
+    ) -> None:
+        """The rows continue with these tokens.
+
+        Args:
+            sample_rows: where the tokens were drawn.
+        """
+        for row, sample_row, token in zip(rows, sample_rows, tokens, strict=True):
             token = max(
                 token, 0
             )  # of a row that has ended (INVALID_TOKEN) another step may be planned already
             sample_row.append(token)
             self._sample_rows[row.slot] = sample_row
             self._last_token[row.slot] = token
-        return replace(result, copy_seconds=copy_seconds, damaged_pages=damaged_pages)
 
     def run_to_end(self, plan: StepPlan) -> StepResult:
         """Execute a step and wait for its result."""

@@ -73,6 +73,12 @@ class StepInputs:
     states: tuple[StateCopy, ...] = ()
     """Copies between states of slots and pages of their sequences."""
 
+    @property
+    def num_answering_tokens(self) -> int:
+        """Those of the rows that extend an answer, with their drafts: the first ones."""
+        drafted = slice(self.num_decode, self.num_decode + self.num_drafted_rows)
+        return self.num_decode + int(self.lengths[drafted].sum())
+
     def count_draws(self) -> Int64:
         """How many tokens are drawn in each row, behind its last ones: int64 [R]."""
         counts = self.samples.astype(np.int64)
@@ -94,6 +100,41 @@ class StepArrays(NamedTuple):
     page_indices: Int32
     further: tuple[tuple[Int64, Int32], ...] = ()
     """`slot_mapping` and `page_indices` of tables 1, 2, ... of the pool."""
+
+
+def separate_drafts(step: StepInputs, arrays: StepArrays, page_size: int) -> StepArrays:
+    """The arrays with each token of a row with drafts as a decode row of its own, over the pages
+    of its row up to itself.
+
+    It attends as in its row, because all tokens of a step are in KV before a layer attends. It
+    reads no K and V behind it: those of a draft may be NaN, and a kernel that takes a row's
+    queries together multiplies all of the row's values, by 0 where a query does not see them.
+
+    Cost: O(tokens * pages of their rows) copies; no loop in Python.
+    """
+    if not step.num_drafted_rows:
+        return arrays
+    rows = step.num_decode + step.num_drafted_rows
+    tokens = step.num_answering_tokens
+    positions = arrays.positions[:tokens]
+    pages = positions // page_size + 1
+    indptr = np.zeros(tokens + 1, np.int32)
+    np.cumsum(pages, out=indptr[1:])
+    firsts = np.repeat(arrays.page_indptr[:rows], step.lengths[:rows])
+    places = np.repeat(firsts - indptr[:-1], pages) + np.arange(indptr[-1])
+    first_page_behind = arrays.page_indptr[rows]
+
+    def separate_pages(table: Int32) -> Int32:
+        return np.concatenate((table[places], table[first_page_behind:]))
+
+    indptr_behind = arrays.page_indptr[rows + 1 :] - first_page_behind + indptr[-1]
+    return arrays._replace(
+        qo_indptr=np.concatenate((np.arange(tokens, dtype=np.int32), arrays.qo_indptr[rows:])),
+        kv_lens=np.concatenate(((positions + 1).astype(np.int32), arrays.kv_lens[rows:])),
+        page_indptr=np.concatenate((indptr, indptr_behind)),
+        page_indices=separate_pages(arrays.page_indices),
+        further=tuple((slots, separate_pages(table)) for slots, table in arrays.further),
+    )
 
 
 def _unpack_array(kind: Any, packed: bytes) -> Any:

@@ -29,5 +29,6 @@ class TokenTable:
         return torch.where(token_ids < 0, self._tokens[(-1 - token_ids).clamp_min(0)], token_ids)
 
     def write_tokens(self, slots: Tensor, tokens: Tensor) -> None:
-        """Both int64 [n] on the device; slots are different, except for the dummy."""
+        """Both int64 [n] on the device; slots are different, except for the dummy and those of
+        drafted tokens: any of their tokens is kept then, and none is read."""
         self._tokens.index_copy_(0, slots, tokens.clamp_min(0))

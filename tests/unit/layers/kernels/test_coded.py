@@ -92,4 +92,4 @@ def test_quantized_weights_without_triton_end_the_start(
     path = shapes.make("tiny", tmp_path / "m")
     made = load_model(path, load_format="dummy").spec.kernel_shapes
     with pytest.raises(ConfigError, match="quantized weights have no others on a GPU; install"):
-        ops.choose_cuda(replace(made, is_quantized=True), CPU, required=False)
+        ops.choose_cuda([replace(made, is_quantized=True)], CPU, required=False)

@@ -130,7 +130,7 @@ def test_experts_without_triton_end_the_start_whatever_the_backend(
         with pytest.raises(
             ConfigError, match=r"cannot run here \(Failed .*\), and experts have no others on a GPU"
         ):
-            ops.choose_cuda(kernel_shapes, CPU, required=required)
+            ops.choose_cuda([kernel_shapes], CPU, required=required)
 
 
 def test_experts_of_host_memory_get_no_kernel_of_a_gpu() -> None:

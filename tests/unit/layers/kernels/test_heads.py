@@ -88,7 +88,7 @@ from tests.support.models.whole_model import load_model
 from baton.layers import ops
 from baton.layers import kernels
 spec = load_model({str(path)!r}, load_format="dummy").spec
-ops._choose_triton(spec.kernel_shapes, torch.device("cpu"), required=True)
+ops._choose_triton([spec.kernel_shapes], torch.device("cpu"), required=True)
 print(ops.head_kernel(torch.empty(1, device="meta")).__name__, ops.head_kernel(torch.empty(1)), kernels.usable)
 """
     assert triton_interpreter.output("-c", code).splitlines()[-1] == "store_heads None True"
@@ -106,9 +106,9 @@ def test_kernels_that_cannot_be_compiled_end_the_start_unless_the_reference_is_a
         ConfigError,
         match=r"cannot run here \(Failed to find C compiler.*\); install triton and a C compiler .* or use --att",
     ):
-        ops.choose_cuda(kernel_shapes, CPU, required=True)
+        ops.choose_cuda([kernel_shapes], CPU, required=True)
     caplog.clear()
-    ops._choose_triton(kernel_shapes, CPU, required=False)
+    ops._choose_triton([kernel_shapes], CPU, required=False)
     assert len(caplog.messages) == 1
     assert (
         "tokens drawn on the host; Triton's kernels: Failed to find C compiler"

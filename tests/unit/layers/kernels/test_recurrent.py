@@ -121,4 +121,4 @@ def test_states_without_triton_end_the_start_whatever_the_backend(
     plain = load_model(path, load_format="dummy").spec.kernel_shapes
     delta = DeltaSpec(key_heads=1, value_heads=1, key_dim=4, value_dim=4, taps=2)
     with pytest.raises(ConfigError, match="states of sequences have no others on a GPU; install"):
-        ops.choose_cuda(replace(plain, state=delta), CPU, required=False)
+        ops.choose_cuda([replace(plain, state=delta)], CPU, required=False)

@@ -20,6 +20,7 @@ from baton.errors import ConfigError
 from baton.layers.attention.reference import TorchAttention
 from baton.layers.collectives import TpContext, init_group, leave_group
 from baton.layers.shard import Shard
+from baton.models.checkpoint import DraftModelSizes
 from baton.runtime.memory import profile as fitting
 from baton.runtime.memory import warmup
 from baton.runtime.memory.device_memory import (
@@ -30,7 +31,7 @@ from baton.runtime.memory.device_memory import (
     MemoryNeeds,
     size_pool,
 )
-from baton.runtime.memory.profile import check_weights, profile_memory
+from baton.runtime.memory.profile import DraftProfile, check_weights, profile_memory
 from baton.runtime.memory.warmup import SAMPLINGS, WarmupLimits, pages_needed, warmup_steps
 from baton.runtime.runner.capture import BYTES_EACH
 from baton.runtime.sampling import sampler, step_sampler
@@ -121,8 +122,9 @@ def limits(draw: st.DrawFn) -> WarmupLimits:
     prompt_tokens, running, context = draw(
         st.tuples(st.integers(1, tokens), st.integers(1, 80), st.integers(1, 200))
     )
+    page_size = draw(st.sampled_from([1, 2, 16, 64]))
     return WarmupLimits(
-        tokens, prompt_tokens, running, context, draw(st.sampled_from([1, 2, 16, 64]))
+        tokens, prompt_tokens, running, context, page_size, drafts=draw(st.integers(0, 6))
     )
 
 
@@ -136,8 +138,12 @@ def test_warmup_steps_are_steps_a_scheduler_could_plan(at: WarmupLimits) -> None
         assert 1 <= len(plan.rows) <= at.running
         assert len({row.slot for row in plan.rows}) == len(plan.rows)
         assert plan.num_tokens <= max(at.tokens, at.running)
+        assert [row.n - 1 for row in plan.rows[plan.num_decode :]][: len(plan.drafted)] == list(
+            plan.drafted
+        )
         for i, row in enumerate(plan.rows):
             assert (row.n == 1) or i >= plan.num_decode
+            assert row.start >= 0
             assert len(row.tokens) == row.n >= 1
             assert row.start + row.n <= max(at.context, at.page_size)
             assert len(row.pages) == at.pages_for(row.start + row.n)
@@ -145,9 +151,16 @@ def test_warmup_steps_are_steps_a_scheduler_could_plan(at: WarmupLimits) -> None
 
 @given(limits())
 def test_largest_step_cannot_be_exceeded(at: WarmupLimits) -> None:
-    *_, (_, decode), (_, largest) = warmup_steps(at)
+    *_, (_, largest) = warmup_steps(at)
+    (decode,) = [
+        plan for name, plan in warmup_steps(at) if name == f"{at.running} sequences decoding"
+    ]
     assert decode.mode is ForwardMode.DECODE
     assert len(decode.rows) == at.running, "every sequence decodes"
+    with_drafts = [plan for _, plan in warmup_steps(at) if plan.drafted]
+    drafts = min(at.drafts, at.context - 1)
+    most = min(at.running * (1 + drafts), max(at.tokens, at.running))
+    assert [plan.num_tokens for plan in with_drafts] == ([most] if most > at.running else [])
     assert all(row.sample for row in largest.rows)
     assert len(largest.rows) == at.running, "and each wants logits"
     if at.context >= at.prompt_tokens:  # one prompt can be as long as a step takes
@@ -274,17 +287,20 @@ def test_pool_is_what_the_warmup_leaves(made: Any, caplog: pytest.LogCaptureFixt
     )
 
 
+class Recordable(TorchAttention):
+    """A backend that takes a MiB for each recorded row."""
+
+    views = ()
+
+    def capture_bytes(self, largest: int) -> int:
+        return largest * MIB
+
+    prepare_capture = plan_replay = use_capture = capture_bytes
+
+
 def test_memory_for_graphs_is_kept_where_steps_will_be_recorded(
     made: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Recordable(TorchAttention):
-        views = ()
-
-        def capture_bytes(self, largest: int) -> int:
-            return largest * MIB
-
-        prepare_capture = plan_replay = use_capture = capture_bytes
-
     monkeypatch.setattr(fitting, "make_backend", lambda _, spec, kv: Recordable(spec, kv))
     page_bytes = made.spec.kv_spec(16).page_bytes
     for flags, captures, graphs in (
@@ -333,6 +349,78 @@ def test_states_that_cannot_fit_are_refused_with_numbers(stateful: Any) -> None:
     with pytest.raises(ConfigError, match=said):
         profile_memory(stateful, kv_spec, asked, 512, None, memory)
     assert memory.steps == 0
+
+
+def test_steps_with_drafts_are_measured_for_activations_and_graphs(
+    made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fitting, "make_backend", lambda _, spec, kv: Recordable(spec, kv))
+    asked = config(
+        mem_fraction_static=0.99, speculative_algorithm="NGRAM", speculative_num_draft_tokens=5
+    )
+    memory = Counted()
+    # The device takes a quarter more in each step: the last one of rows with drafts is the tenth
+    # of eleven, and recordings of 1, 2, 4, 8, 16 and 24 rows are kept.
+    needs = MemoryNeeds(
+        80 * GIB, 70 * GIB, 2 * GIB, 24 * MIB, 11 * GIB // 4, 10 * GIB // 4 + 6 * BYTES_EACH
+    )
+    page_bytes = made.spec.kv_spec(16).page_bytes
+    assert (
+        profile_memory(made, made.spec.kv_spec(16), asked, 512, None, memory)
+        == size_pool(needs, page_bytes, 0.99).pages
+    )
+    assert memory.steps == 11
+
+
+def test_draft_model_is_warmed_up_too_and_has_its_share_of_each_page(made: Any) -> None:
+    memory = Counted()
+    sizes = DraftModelSizes(weights=GIB, page_bytes=3000, scratch_bytes=5 * MIB)
+    draft = DraftProfile(sizes, model=made)
+    asked = config(mem_fraction_static=0.5, speculative_algorithm="NGRAM")
+    pages = profile_memory(made, made.spec.kv_spec(16), asked, 512, None, memory, draft=draft)
+    # 11 steps of the model and 10 of what drafts, which has no drafts itself.
+    assert memory.steps == 21
+    needs = MemoryNeeds(80 * GIB, 70 * GIB, 2 * GIB, 5 * MIB, 21 * GIB // 4, 0)
+    page_bytes = made.spec.kv_spec(16).page_bytes + 3000
+    assert pages == size_pool(needs, page_bytes, 0.5).pages
+
+
+def test_head_reads_along_with_the_warmup(made: Any) -> None:
+    class Head:
+        """Takes 8 MiB beside its pages."""
+
+        def __init__(self) -> None:
+            self.tokens = 0
+            self.rows = 0
+
+        def compute_model(self, batch: Any, attn: Any) -> Any:
+            return made.compute_hidden(batch, attn), torch.zeros(len(batch.token_ids), 1)
+
+        def extend(self, step: Any, arrays: Any, token_ids: Any, *_: object) -> None:
+            self.tokens += len(token_ids)
+
+        def draft(self, rows: Any) -> None:
+            self.rows += len(rows)
+
+    head = Head()
+    memory = Counted()
+    sizes = DraftModelSizes(weights=0, page_bytes=3000, scratch_bytes=5 * MIB)
+    asked_pages: list[int] = []
+
+    def make_head(pages: int) -> Any:
+        asked_pages.append(pages)
+        memory.now += pages * sizes.page_bytes + sizes.scratch_bytes + 8 * MIB
+        return head
+
+    asked = config(mem_fraction_static=0.5, speculative_algorithm="NGRAM")
+    draft = DraftProfile(sizes, make_head=make_head)
+    pages = profile_memory(made, made.spec.kv_spec(16), asked, 512, None, memory, draft=draft)
+    needs = MemoryNeeds(80 * GIB, 70 * GIB, 2 * GIB, 13 * MIB, 11 * GIB // 4, 0)
+    page_bytes = made.spec.kv_spec(16).page_bytes + 3000
+    assert pages == size_pool(needs, page_bytes, 0.5).pages
+    assert len(asked_pages) == 1
+    assert head.tokens > 64
+    assert head.rows == 4
 
 
 def test_weights_that_cannot_fit_are_not_loaded(made: Any) -> None:

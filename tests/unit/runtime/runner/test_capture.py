@@ -252,12 +252,18 @@ def test_flags_that_would_have_no_effect_are_refused(
         config.build_config(flags)
 
 
+DRAFTS = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 5}
+
+
 @pytest.mark.parametrize(
     ("flags", "rows"),
     [
         ({}, 256), ({"disaggregation_mode": "prefill"}, 0),
         ({"max_running_requests": 1000}, 256), ({"disable_cuda_graph": True}, 0), ({"tp_size": 2}, 0),
         ({"cuda_graph_max_bs": 16}, 16), ({"cuda_graph_max_bs": 500, "max_running_requests": 100}, 100),
+        ({"max_running_requests": 10, **DRAFTS}, 60), ({"max_running_requests": 100, **DRAFTS}, 256),
+        ({"max_running_requests": 50, "chunked_prefill_size": 64, **DRAFTS}, 64),
+        ({"cuda_graph_max_bs": 16, **DRAFTS}, 16),
     ],
 )  # fmt: skip
 def test_how_many_rows_are_recorded(flags: dict[str, object], rows: int) -> None:
@@ -278,13 +284,9 @@ def test_reason_for_not_recording_is_logged(
             {"disaggregation_mode": "prefill"},
             {},
         ):
-            build._record_graphs(
-                runner,
-                config.build_config({"device": "cuda", **flags}),
-                torch.device("cpu"),
-                64,
-                memory,
-            )
+            asked = config.build_config({"device": "cuda", **flags})
+            rows = rows_to_record(asked)
+            build._record_graphs(asked, runner, memory, rows, context=64)
     assert "none with --disable-cuda-graph" in caplog.messages[0]
     assert "none with --tp-size 2" in caplog.messages[1]
     assert "none, a prefill node runs no decode steps" in caplog.messages[2]
@@ -304,11 +306,10 @@ def test_failure_while_recording_leaves_an_engine_that_runs_eagerly(
         def record(self, work: Any) -> Any:
             raise RuntimeError("fast_decode_plan() got an unexpected keyword argument")
 
-    memory: Any = SimpleNamespace(reserved_bytes=lambda: 0)
+    memory: Any = SimpleNamespace(device=torch.device("cpu"), reserved_bytes=lambda: 0)
     monkeypatch.setattr(build, "CudaRecorder", Refuses)
-    build._record_graphs(
-        runner, config.build_config({"device": "cuda"}), torch.device("cpu"), 64, memory
-    )
+    asked = config.build_config({"device": "cuda"})
+    build._record_graphs(asked, runner, memory, rows=4, context=64)
     assert RunnerProbe(runner).graphs is None
     assert (
         "recording failed (fast_decode_plan() got an unexpected keyword argument)"
