@@ -427,3 +427,22 @@ def watch_tables(engine: EngineLoop, device: Device, modes: list[tuple[bool, boo
         return execute(plan)
 
     device.runner.execute = watched  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("graph_rows", [0, 8])
+def test_models_with_states(
+    reference: Callable[[str], Reference], device: Device, graph_rows: int
+) -> None:
+    """Steps without drafts are replayed, between steps with some."""
+    ref = reference("qwen3-next")
+    prompts = ref.prompts
+    want = ref.answers(prompts, 40)
+    script = {(tuple(p), 0): tokens for p, tokens in zip(prompts, want, strict=True)}
+    engine = device.recorded(ref.path, graph_rows, page_size=4, state_snapshot_tokens=8)
+    speculate(engine, ScriptedDrafter(script, 0.7, VOCAB), most=MOST)
+    assert answer(engine, prompts, greedy(40)) == want
+    assert answer(engine, prompts, greedy(40), disturb=storm(engine, random.Random(2))) == want
+    drafted, drawn = count_drafts(engine)
+    assert 0 < drawn < drafted
+    assert (device.recorder.replays > 0) == (graph_rows > 0)
+    engine.close()

@@ -39,6 +39,7 @@ from tests.support.models.draft_heads import (
     HeadReference,
     make_eagle3,
     make_mtp,
+    make_qwen3_next_mtp,
 )
 from tests.support.models.quantized_checkpoints import quantize
 
@@ -145,9 +146,13 @@ def test_eagle3_drafts_what_its_formula_gives(eagle3: Drafting, flags: dict[str,
     assert len({token for chain in chains for token in chain.drafts}) > 10
 
 
-@pytest.mark.parametrize("variant", ["deepseek-v3", "glm4-moe", "glm4-moe-lite"])
+@pytest.mark.parametrize(
+    "variant",
+    ["deepseek-v3", "glm4-moe", "glm4-moe-lite", "qwen3-next", "qwen3.5", "qwen3.5-moe"],
+)
 def test_mtp_layer_drafts_what_its_formula_gives(tmp_path: Path, variant: str) -> None:
-    head = make_mtp(variant, tmp_path / variant)
+    make = make_qwen3_next_mtp if variant.startswith("qwen3") else make_mtp
+    head = make(path=tmp_path / variant, variant=variant)
     engine = draft_always(make_engine(tmp_path / variant, **MTP))
     chains = watch_drafts(engine)
     answer(engine, [list(range(40, 110)), [5, 6, 7]], greedy(10))
@@ -283,6 +288,32 @@ def test_drafts_of_a_head_that_is_right_are_accepted(echo: Drafting, transport: 
         engine.close()
 
 
+@pytest.mark.parametrize("transport", ["", "tcp"])
+def test_head_of_a_model_with_states(tmp_path: Path, transport: str) -> None:
+    """Right drafts and wrong ones, on D behind the state that P sent, and interrupted."""
+    path = tmp_path / "m"
+    make_qwen3_next_mtp(path)
+    reference = Reference(path)
+    prompts = prompts_of(random.Random(8), [1, 16, 63, 64, 90])
+    want = reference.answers(prompts, 40)
+    answers = {tuple(prompt): tokens for prompt, tokens in zip(prompts, want, strict=True)}
+    if transport:
+        pair = pair_module.Pair(path, transport, d_more=dict(MTP))
+        engine = draft_always(pair.d.engine)
+        script_head(engine, answers, 0.7)
+        for _ in range(2):
+            assert pair.answer(prompts, greedy(40)) == want
+        pair.close()
+    else:
+        engine = draft_always(make_engine(path, **MTP, state_snapshot_tokens=16))
+        script_head(engine, answers, 0.7)
+        disturb = storm(engine, random.Random(0))
+        assert answer(engine, prompts, greedy(40), disturb=disturb) == want
+        engine.close()
+    drafted, drawn = count_drafts(engine)
+    assert 50 < drawn < drafted
+
+
 def test_size_and_pages_of_a_head_are_reported(eagle3: Drafting) -> None:
     values = {"model_path": str(eagle3.path), **FLAGS, **eagle3.flags, "max_running_requests": 3}
     loaded = load_rank(build_config(values), str(eagle3.path))
@@ -362,7 +393,7 @@ def test_damaged_head_is_refused(
     [
         ("llama", "names no layers that draft"),
         ("deepseek-v3", "names no layers that draft"),
-        ("qwen3-next", "keeps a state per sequence, which cannot take back the tokens of a draft"),
+        ("kimi-linear", "names no layers that draft"),
     ],
 )
 def test_model_without_a_usable_layer_is_refused(
@@ -376,7 +407,17 @@ def test_model_without_a_usable_layer_is_refused(
 
 
 def type_name(variant: str) -> str:
-    return {"llama": "Llama", "deepseek-v3": "DeepseekV3", "qwen3-next": "Qwen3Next"}[variant]
+    return {"llama": "Llama", "deepseek-v3": "DeepseekV3", "kimi-linear": "KimiLinear"}[variant]
+
+
+def test_checkpoint_without_its_mtp_layer_is_refused(tmp_path: Path) -> None:
+    """Qwen3-Next's config.json names no such layer, and quantized copies often leave it out."""
+    path = make_checkpoint("qwen3-next", tmp_path / "m")
+    config = build_config({"model_path": str(path), **MTP})
+    with pytest.raises(
+        ConfigError, match=r"hold no layer that drafts \(mtp.fc.weight\); use NGRAM"
+    ):
+        check_checkpoint(config, path)
 
 
 def test_missing_tensors_of_an_mtp_layer_are_named(echo: Drafting, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from baton.sched.types.request import Rendezvous, ValidatedRequest
 from tests.parity.conftest import Reference
 from tests.parity.test_preempted_tokens import storm
 from tests.support.engines.engine_run import greedy
+from tests.support.engines.scripted_drafter import ScriptedDrafter, speculate
 from tests.support.models.checkpoints import VOCAB
 
 pair_module = pytest.importorskip(
@@ -253,3 +254,18 @@ def test_decode_node_computes_the_next_turn_behind_its_answers_last_snapshot(
         assert [pair.d.got[handle] for handle in (1, 2)] == ref.answers(turns, STEPS)
         # Rooms end with the states of both nodes as they do behind any other answer.
         assert pair.answer(turns, greedy(STEPS)) == ref.answers(turns, STEPS)
+
+
+def test_decode_node_drafts_behind_the_state_of_the_prompt(
+    reference: Callable[[str], Reference], stateful: str
+) -> None:
+    ref = reference(stateful)
+    prompts = prompts_of(random.Random(12), [1, 15, 64, 65, 96])
+    want = ref.answers(prompts, 70)
+    with pair_of(ref, state_snapshot_tokens=16) as pair:
+        script = {(tuple(p), 0): tokens for p, tokens in zip(prompts, want, strict=True)}
+        speculate(pair.d.engine, ScriptedDrafter(script, 0.8, VOCAB))
+        for _ in range(2):
+            assert pair.answer(prompts, greedy(70)) == want
+        counters = pair.d.engine.sched.stats.counters()
+        assert counters["spec_decode_num_accepted_tokens_total"] > 100

@@ -14,6 +14,8 @@ from tests.parity.conftest import Reference
 from tests.parity.test_engine import prompts_of
 from tests.parity.test_preempted_tokens import storm
 from tests.support.engines.engine_run import answer, greedy, make_engine
+from tests.support.engines.scripted_drafter import ScriptedDrafter, speculate
+from tests.support.models.checkpoints import VOCAB
 from tests.support.models.model_loop import ModelLoop
 from tests.support.models.whole_model import load_model
 
@@ -21,6 +23,7 @@ pytest.importorskip("baton._native", reason="the native module is not built")
 
 STEPS = 16
 LONG_ANSWER = 200
+DRAFTED_ANSWER = 80
 LENGTHS = [1, 3, 4, 5, 63, 64, 65, 70, 130]
 """Around taps of the convolution, pages, chunks, and the 64 tokens of transformers' chunked form."""
 
@@ -142,5 +145,45 @@ def test_next_turn_begins_at_the_last_snapshot_of_the_answer(
     ends = [len(prompt + tokens) - 1 for prompt, tokens in zip(prompts, answers, strict=True)]
     want = sum(end // ROLLING_SNAPSHOT_TOKENS * ROLLING_SNAPSHOT_TOKENS for end in ends)
     assert engine.sched.hit_tokens["device"] - before == want
+    engine.sched.ledger().check_idle(engine.sched.limits.num_pages)
+    engine.close()
+
+
+@pytest.mark.parametrize("right", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"page_size": 4, "state_snapshot_tokens": 8},
+        {"page_size": 16, "chunked_prefill_size": 64, "state_snapshot_tokens": 32},
+        {
+            "max_total_tokens": 400,
+            "schedule_conservativeness": 0.05,
+            "state_snapshot_tokens": 16,
+        },
+    ],
+    ids=str,
+)
+def test_states_of_drafts_that_were_not_drawn_are_taken_back(
+    reference: Callable[[str], Reference], stateful: str, flags: dict[str, object], right: float
+) -> None:
+    """Snapshots stand at borders that rows with drafts pass, and answers are suspended there."""
+    ref = reference(stateful)
+    prompts = prompts_of(random.Random(3), LENGTHS)
+    want = ref.answers(prompts, DRAFTED_ANSWER)
+    script = {(tuple(p), 0): tokens for p, tokens in zip(prompts, want, strict=True)}
+    engine = speculate(make_engine(ref.path, **flags), ScriptedDrafter(script, right, VOCAB))
+    assert answer(engine, prompts, greedy(DRAFTED_ANSWER)) == want
+    disturb = storm(engine, random.Random(5))
+    assert answer(engine, prompts, greedy(DRAFTED_ANSWER), disturb=disturb) == want
+    turns = [p + tokens + [7, 8, 9] for p, tokens in zip(prompts, want, strict=True)]
+    rest = ref.answers(turns, STEPS)
+    script |= {(tuple(p), 0): tokens for p, tokens in zip(turns, rest, strict=True)}
+    before = engine.sched.hit_tokens["device"]
+    assert answer(engine, turns, greedy(STEPS)) == rest
+    assert engine.sched.hit_tokens["device"] > before or "max_total_tokens" in flags
+    counters = engine.sched.stats.counters()
+    assert counters["spec_decode_num_draft_tokens_total"] > 0
+    assert (counters["spec_decode_num_accepted_tokens_total"] > 50) == (right > 0)
+    assert engine.sched.report.counters()["suspensions_total"] > 5
     engine.sched.ledger().check_idle(engine.sched.limits.num_pages)
     engine.close()

@@ -286,10 +286,12 @@ def test_executor_rank_with_a_different_step_ends_the_group(
     )
 
 
+@pytest.mark.parametrize("variant", ["llama", "qwen3-next"])
 def test_ranks_compute_rows_with_drafts(
-    reference: Callable[[str], Reference], executors: ExecutorProcesses
+    reference: Callable[[str], Reference], executors: ExecutorProcesses, variant: str
 ) -> None:
-    ref = reference("llama")
+    """Other ranks learn by the next step's rows how many drafts were drawn."""
+    ref = reference(variant)
     answers = {(tuple(p), 0): g for p, g in zip(ref.prompts, ref.greedy, strict=True)}
     with executors.engine(ref.path, 2) as engine:
         speculate(engine, ScriptedDrafter(answers, 0.8, VOCAB))

@@ -136,6 +136,8 @@ class StateLevel:
     """A slot that begins with a copy, and the pages of that."""
     saves: list[tuple[int, NDArray[np.int32]]] = field(default_factory=list)
     """A slot that leaves a copy, and the pages of that."""
+    trails: list[tuple[int, int]] = field(default_factory=list)
+    """A slot that leaves a copy beside the pool, and the number of that."""
 
 
 class _PlacedLevel(NamedTuple):
@@ -144,6 +146,7 @@ class _PlacedLevel(NamedTuple):
     rows: StateRows
     loads: StateCopies | None = None
     saves: StateCopies | None = None
+    trails: Sequence[tuple[int, int]] = ()
 
 
 class StepStates:
@@ -156,13 +159,16 @@ class StepStates:
         copy_states: CopyStates,
         levels: Sequence[StateLevel] = (),
         put: PutOnDevice = torch.from_numpy,
+        trails: Sequence[StateBuffers] = (),
     ) -> None:
-        """Args: `pages`: as `copy_states` has them."""
+        """Args: `pages`: as `copy_states` has them. `trails`: copies of the same slots, by
+        number."""
         self._states = states
         self._pages = pages
         self._copy_states = copy_states
         self._levels = levels
         self._put = put
+        self._trails = trails
 
     @functools.cached_property
     def _placed_levels(self) -> list[_PlacedLevel]:
@@ -173,6 +179,7 @@ class StepStates:
                 StateRows.make(sorted(level.rows), put),
                 StateCopies.make(level.loads, put) if level.loads else None,
                 StateCopies.make(level.saves, put) if level.saves else None,
+                level.trails,
             )
             for level in self._levels
         ]
@@ -189,7 +196,7 @@ class StepStates:
     @property
     def copies_within(self) -> bool:
         """Whether layers copy states, which a recorded step does not."""
-        return any(level.loads or level.saves for level in self._levels)
+        return any(level.loads or level.saves or level.trails for level in self._levels)
 
     def layer(self, number: int) -> LayerState:
         """States of a layer, by its number among those that have some."""
@@ -205,3 +212,7 @@ class StepStates:
             compute(level.rows)
             if level.saves is not None:
                 self._copy_states(data, self._pages, level.saves, span, to_pages=True)
+            for slot, number in level.trails:
+                self._trails[number].data[slot, span.start : span.stop] = data[
+                    slot, span.start : span.stop
+                ]

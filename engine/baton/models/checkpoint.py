@@ -83,6 +83,8 @@ def check_checkpoint(config: EngineConfig, path: Path, nodes: int = 1) -> None:
         weights = check_files(spec, path).memory(spec)
     if config.device == "cpu":
         states = sum(state.state_bytes(spec.dtype) for state in spec.states.values())
+        # Each drafted token of a row leaves a copy.
+        states *= 1 + config.most_drafts
         token_bytes = spec.kv_spec(config.page_size).token_bytes
         _check_memory(config, weights, token_bytes, nodes, draft_sizes, states=states)
 
@@ -90,11 +92,6 @@ def check_checkpoint(config: EngineConfig, path: Path, nodes: int = 1) -> None:
 def _check_states(config: EngineConfig) -> None:
     """Raise ConfigError for what is not done with states of sequences in this version."""
     model = "the model keeps a state per sequence, which"
-    if config.speculative_algorithm is not None:
-        raise ConfigError(
-            f"--speculative-algorithm {config.speculative_algorithm}: {model} cannot take back the "
-            "tokens of a draft; leave the flag out"
-        )
     if config.host_kv_gib:
         raise ConfigError(
             f"--host-kv-gib {config.host_kv_gib:g}: {model} is not moved to the host in this "
@@ -139,7 +136,7 @@ def _read_head_spec(config: EngineConfig, model_dir: Path, target: ModelSpec | N
             "not give their hidden states to a head in this version; use NGRAM or STANDALONE"
         )
     if config.speculative_draft_model_path is None:
-        return read_mtp_head(model_dir, target)
+        return read_mtp_head(model_dir, target, config.load_format)
     return read_eagle3_head(draft_directory(config, model_dir), target, config.load_format)
 
 
@@ -348,6 +345,8 @@ def _check_memory(
     kinds = "KV pools"
     if states:
         kinds += f" and states of {config.max_running_requests} sequences"
+        if config.most_drafts:
+            kinds += f", with copies for {config.most_drafts} drafts"
     available = available_memory()
     if available is not None and nodes * (weights + pools) > available:
         many = f"{nodes} engines need" if nodes > 1 else "the engine needs"

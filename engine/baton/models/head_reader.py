@@ -7,10 +7,12 @@ from pathlib import Path
 
 from baton.errors import ConfigError
 from baton.models.config_file import ModelConfig, read_model_config
+from baton.models.families import FAMILIES
 from baton.models.families.llama import LlamaFamily
 from baton.models.quantized.methods import read_quantization
 from baton.models.spec.attention import AttentionBlockSpec
-from baton.models.spec.head import HeadSpec
+from baton.models.spec.delta_net import DeltaBlockSpec
+from baton.models.spec.head import HeadSpec, MtpNames
 from baton.models.spec.model import ModelSpec, StreamSpec
 from baton.models.weight_files import find_tensor
 
@@ -48,7 +50,6 @@ def read_eagle3_head(root: Path, target: ModelSpec, load_format: str) -> ModelSp
         places,
         len(places) * target.hidden_size,
         config.read_integer("draft_vocab_size", target.vocab_size),
-        is_eagle3=True,
         has_embedding=has_embedding,
     )
     return replace(
@@ -105,22 +106,39 @@ def _read_state_layers(config: ModelConfig, layers: int) -> tuple[int, ...]:
     return tuple(layer + 1 for layer in given)
 
 
-def read_mtp_head(root: Path, target: ModelSpec) -> ModelSpec:
-    """The layer behind the others of a checkpoint that predicts one token more. Raises ConfigError
-    where there is none."""
+def read_mtp_head(root: Path, target: ModelSpec, load_format: str) -> ModelSpec:
+    """The layer of a checkpoint that predicts one token more. Raises ConfigError where there is
+    none."""
     config = read_model_config(root).text_part()
-    if not target.has_draft_layers or not config.read_index("num_nextn_predict_layers", 0):
+    number = target.num_layers
+    prefix = f"model.layers.{number}."
+    names = MtpNames(
+        f"{prefix}eh_proj", f"{prefix}enorm", f"{prefix}hnorm", f"{prefix}shared_head.norm"
+    )
+    module = FAMILIES[target.architecture].draft_module
+    if module:
+        prefix = f"{module}layers.0."
+        names = MtpNames(
+            f"{module}fc",
+            f"{module}pre_fc_norm_embedding",
+            f"{module}pre_fc_norm_hidden",
+            f"{module}norm",
+        )
+        # Of these families config.json does not say whether the files have the layer.
+        matrix = f"{names.join}.weight"
+        if load_format != "dummy" and find_tensor(root, matrix) is None:
+            raise ConfigError(
+                f"--speculative-algorithm NEXTN: the files in {root} hold no layer that drafts "
+                f"({matrix}); use NGRAM, or a draft model with STANDALONE"
+            )
+    elif not target.has_draft_layers or not config.read_index("num_nextn_predict_layers", 0):
         raise ConfigError(
             f"--speculative-algorithm NEXTN: {config.path} names no layers that draft "
             "(num_nextn_predict_layers); use NGRAM, or a draft model with STANDALONE"
         )
-    number = target.num_layers
-    head = HeadSpec(
-        f"model.layers.{number}.",
-        (number,),
-        target.hidden_size,
-        target.vocab_size,
-        is_eagle3=False,
+    head = HeadSpec(prefix, (number,), target.hidden_size, target.vocab_size, mtp=names)
+    # Families make it as their last layer with attention.
+    *_, layer = (
+        layer for layer in target.layers if not isinstance(layer.attention, DeltaBlockSpec)
     )
-    # Families make it as their last layer.
-    return replace(target, layers=target.layers[-1:], form_on_load=None, kv_scales=(), head=head)
+    return replace(target, layers=(layer,), form_on_load=None, kv_scales=(), head=head)

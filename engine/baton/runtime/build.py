@@ -200,6 +200,7 @@ def load_rank(
         host=HostPool(kv, host_pages, placed.group or ALONE) if host_pages else None,
         broadcast=None if place is None else place.broadcast,
     )
+    runner.reserve_drafts(config.most_drafts)
     draft_model = None
     if draft is not None:
         draft_model = _attach_draft(config, draft, pages, runner, model, compute)

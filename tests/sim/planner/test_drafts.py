@@ -118,17 +118,26 @@ def storm_with_drafts(seed: int, right: float) -> tuple[float, float]:
     )
 
 
+@pytest.mark.parametrize("kind", ["window", "state"])
 @pytest.mark.parametrize("seed", range(20))
-def test_drafts_change_no_token_with_windows(seed: int) -> None:
-    """Blocks behind a window are left behind by the tokens drawn, not by the drafts."""
+def test_drafts_change_no_token_with_several_groups(seed: int, kind: str) -> None:
+    """Blocks behind a window are left behind by the tokens drawn, not by the drafts, and states have
+    seen those alone."""
     rng = random.Random(500 + seed)
     page = rng.choice([1, 2, 4])
+    rule = GroupRule("window", rng.choice([3, 8]), rng.choice([1, 2]))
+    if kind == "state":
+        rule = GroupRule(
+            "state", rng.choice([4, 8, 10_000]), rng.choice([1, 2]), rng.choice([0, 1, 6])
+        )
     node = Node(
         Limits(
             rng.randint(60, 120) * (4 // page), page, rng.choice([1, 2, 6]), 1000,
             page * rng.randint(1, 6),
-            page_groups=(GroupRule("window", rng.choice([3, 8]), rng.choice([1, 2])),),
+            page_groups=(rule,),
             radix_cache=rng.random() < 0.8,
+            schedule_conservativeness=rng.choice([0.1, 1.0]),
+            preemption_mode=rng.choice(["recompute", "cache"]),
         ),
         depth=rng.choice([1, 2]),
     )  # fmt: skip
@@ -138,8 +147,10 @@ def test_drafts_change_no_token_with_windows(seed: int) -> None:
     for handle in range(30):
         want[handle] = add_random_request(node, rng, handle, shared)
         for _ in range(rng.randint(0, 5)):
+            if rng.random() < 0.2:
+                storm(node, rng, list(want))
             node.step()
-    node.run()
+    settle(node)
     assert {handle: node.outputs.get(handle, []) for handle in want} == want
     node.sched.ledger().check_idle(node.limits.num_pages)
 
@@ -148,11 +159,12 @@ def test_drafts_change_no_token_with_windows(seed: int) -> None:
 def test_drafts_of_a_decode_node_change_no_token(seed: int) -> None:
     rng = random.Random(900 + seed)
     page = rng.choice([1, 2, 4])
+    groups = rng.choice([(), (GroupRule("state", rng.choice([4, 10_000]), 2, rng.choice([0, 6])),)])
 
     def half(role: str) -> Node:
         lim = Limits(
             1000 // page, page, rng.choice([1, 2, 6]), 1000, page * rng.randint(1, 6), role=role,
-            radix_cache=rng.random() < 0.8,
+            radix_cache=rng.random() < 0.8, page_groups=groups,
         )  # fmt: skip
         return Node(lim, depth=rng.choice([1, 2]))
 
@@ -176,6 +188,7 @@ def test_drafts_of_a_decode_node_change_no_token(seed: int) -> None:
         if p.sched.is_idle and d.sched.is_idle:
             break
         assert busy
+    d.step()  # tells of what the last tick ended
     assert {handle: d.outputs[handle] for handle in want} == want
     d.sched.ledger().check_idle(d.limits.num_pages)
 

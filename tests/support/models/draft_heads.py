@@ -151,16 +151,20 @@ def make_eagle3(model_path: Path, path: Path, **changes: Any) -> Eagle3Reference
 
 
 class MtpReference(HeadReference):
-    def __init__(self, model: Any, deeper: Any, extra: dict[str, Tensor]) -> None:
+    def __init__(
+        self, model: Any, deeper: Any, extra: dict[str, Tensor], *, adds_one: bool = False
+    ) -> None:
         """
         Args:
             deeper: the model and its MTP layer, as one more layer.
-            extra: the tensors that this layer alone has, by the end of their names.
+            extra: the tensors that this layer alone has, by the end of their names in DeepSeek V3.
+            adds_one: norms multiply by 1 + weight.
         """
         super().__init__(model)
         self._layer = deeper.model.layers[-1]
         self._rotary = deeper.model.rotary_emb
         self._extra = extra
+        self._offset = 1.0 if adds_one else 0.0
 
     def read_states(self, ids: Tensor) -> Tensor:
         states: Tensor = self.model.model(ids).last_hidden_state[0]
@@ -168,7 +172,8 @@ class MtpReference(HeadReference):
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         eps = self.model.config.rms_norm_eps
-        return self._extra[name] * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+        weight = self._extra[name] + self._offset
+        return weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
     def predict(self, ids: Tensor, states: Tensor, positions: Tensor) -> tuple[int, Tensor]:
         embedded = self.model.get_input_embeddings()(ids)
@@ -185,6 +190,44 @@ class MtpReference(HeadReference):
         out = out[0] if isinstance(out, tuple) else out
         normed = self._norm(out[0], "shared_head.norm.weight")
         return int(self.model.lm_head(normed)[-1].argmax()), normed[-1]
+
+
+OF_QWEN3_NEXT = {
+    "eh_proj.weight": "mtp.fc.weight",
+    "enorm.weight": "mtp.pre_fc_norm_embedding.weight",
+    "hnorm.weight": "mtp.pre_fc_norm_hidden.weight",
+    "shared_head.norm.weight": "mtp.norm.weight",
+}
+"""Names of tensors that an MTP layer alone has."""
+
+
+def make_qwen3_next_mtp(path: Path, variant: str = "qwen3-next") -> MtpReference:
+    """As `make_mtp`, for Qwen3-Next and Qwen3.5: a layer with states, one with attention, and the
+    MTP layer."""
+    layers = 2
+    types = ["linear_attention", "full_attention", "full_attention"]
+    changes = {"full_attention_interval": 2, "tie_word_embeddings": False}
+    make_checkpoint(variant, path, num_hidden_layers=layers + 1, layer_types=types, **changes)
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    hidden = tensors["model.norm.weight"].shape[0]
+    deeper = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    )
+    rng = torch.Generator().manual_seed(7)
+    extra = {name: torch.randn(hidden, generator=rng) * 0.15 for name in OF_QWEN3_NEXT}
+    extra["eh_proj.weight"] = torch.randn(hidden, 2 * hidden, generator=rng) * 0.15
+    last = f"model.layers.{layers}."
+    renamed = {
+        f"mtp.layers.0.{name.removeprefix(last)}" if name.startswith(last) else name: tensor
+        for name, tensor in tensors.items()
+    }
+    renamed |= {OF_QWEN3_NEXT[name]: tensor for name, tensor in extra.items()}
+    save_file(renamed, file, metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    config |= {"num_hidden_layers": layers, "layer_types": types[:layers]}
+    (path / "config.json").write_text(json.dumps(config))
+    return MtpReference(reference_model(path), deeper.eval(), extra, adds_one=True)
 
 
 def make_mtp(variant: str, path: Path, *, echoes: bool = False, **changes: Any) -> MtpReference:

@@ -95,7 +95,16 @@ class Slot:
     position: int = 0
     """Tokens that the running state has seen, for models that have one."""
     state: int = 1
+    trail: dict[int, int] = field(default_factory=dict)
+    """States of a last row with drafts, by the tokens that they have seen."""
     last: int = UNKNOWN_TOKEN
+
+    def take_back(self, tokens: int) -> None:
+        """Let the running state have seen so many tokens, if the last row's drafts went beyond."""
+        if tokens in self.trail:
+            self.position = tokens
+            self.state = self.trail[tokens]
+        self.trail = {}
 
 
 class Device:
@@ -164,6 +173,8 @@ class Device:
                 for index, rule in enumerate(self.groups):
                     if rule.kind == "state":
                         self._advance(slot, index, token, page if off + 1 == self.page_size else -1)
+                        if drafts:
+                            slot.trail[slot.position] = slot.state
                         continue
                     for copy in self._block(slot, index, page):
                         self.memory[copy][off] = state
@@ -185,6 +196,7 @@ class Device:
         for index, rule in enumerate(self.groups):
             if rule.kind != "state":
                 continue
+            slot.take_back(start)
             if start == 0:
                 slot.state = 1
             elif slot.position != start:
@@ -220,6 +232,7 @@ class Device:
 
     def _keep_state(self, copy: StateCopy) -> None:
         slot = self.slots[copy.slot]
+        slot.take_back(copy.tokens)
         assert slot.position == copy.tokens, "a state is kept that has seen other tokens"
         for page in copy.pages:
             self.memory[page] = [slot.state] * self.page_size

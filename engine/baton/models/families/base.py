@@ -58,6 +58,8 @@ class ModelFamily:
     """Activations of published checkpoints exceed the range of float16."""
     has_draft_layers: bool = False
     """Files may hold layers that only draft tokens."""
+    draft_module: str = ""
+    """Of their tensors, where they do not follow the other layers."""
     attention: str = "grouped queries"
     """For the table of families in the docs."""
     feed_forward: str = "gated MLP"

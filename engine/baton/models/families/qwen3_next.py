@@ -28,6 +28,7 @@ class Qwen3NextFamily(ModelFamily):
     head_dim = 256
     partial_rotary = 0.25
     has_draft_layers = True
+    draft_module = "mtp."
     attention = (
         "gated delta net (a state per sequence); in every fourth layer grouped queries, norms of q "
         "and k, partial rotation, gated results"

@@ -9,18 +9,30 @@ which `fc` makes one. Token and state stand side by side as input of q, k and v;
 the residual stream. The next draft reads the head's residual stream. Its output head is its own,
 and may leave tokens out.
 
-MTP (DeepSeek V3, arXiv 2412.19437): the state is the normed one behind the model's last layer.
-`eh_proj` makes one of token and state, which is the residual stream. The next draft reads the
-head's normed state. Embedding and output head are the model's.
+MTP (DeepSeek V3, arXiv 2412.19437): the state is the normed one behind the model's last layer. A
+matrix makes one of token and state, which is the residual stream. The next draft reads the head's
+normed state. Embedding and output head are the model's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from baton.models.spec.norm import NormSpec
 from baton.models.spec.tensors import Param, make_param, whole_axis
+
+
+class MtpNames(NamedTuple):
+    """Of the modules beside an MTP layer, in the checkpoint."""
+
+    join: str
+    """The matrix that makes one of token and state."""
+    token_norm: str
+    state_norm: str
+    norm: str
+    """In front of the output head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +46,19 @@ class HeadSpec:
     """Of the model's states in these places together."""
     draft_vocab_size: int
     """Tokens that may be drafted."""
-    is_eagle3: bool
-    """Else a layer for MTP."""
+    mtp: MtpNames | None = None
+    """Of a layer for MTP; None: the head is one of EAGLE-3."""
     has_embedding: bool = False
     """Files hold an embedding of the head's own."""
+
+    @property
+    def is_eagle3(self) -> bool:
+        return self.mtp is None
 
     def params(self, norm: NormSpec, vocab_size: int, hidden_size: int) -> Iterator[Param]:
         """Tensors outside the layer."""
         hidden = whole_axis(hidden_size)
-        if self.is_eagle3:
+        if self.mtp is None:
             vocab = whole_axis(vocab_size)
             if self.has_embedding:
                 yield make_param("embed", {"embed_tokens.weight": vocab}, hidden)
@@ -53,15 +69,16 @@ class HeadSpec:
             yield make_param("lm_head", {"lm_head.weight": drafted}, hidden)
         else:
             both = whole_axis(2 * hidden_size)
-            yield make_param("join", {f"{self.layer_prefix}eh_proj.weight": hidden}, both)
-            yield from norm.params("token_norm", f"{self.layer_prefix}enorm", hidden)
-            yield from norm.params("state_norm", f"{self.layer_prefix}hnorm", hidden)
-            yield from norm.params("norm", f"{self.layer_prefix}shared_head.norm", hidden)
+            yield make_param("join", {f"{self.mtp.join}.weight": hidden}, both)
+            yield from norm.params("token_norm", self.mtp.token_norm, hidden)
+            yield from norm.params("state_norm", self.mtp.state_norm, hidden)
+            yield from norm.params("norm", self.mtp.norm, hidden)
 
     def is_ignorable(self, source: str) -> bool:
         """Tell tensors that are not read with the head's weights."""
-        if self.is_eagle3:
+        if self.mtp is None:
             # The tables between both vocabularies are read apart (`checkpoint.read_draft_tokens`).
             return source in ("d2t", "t2d")
         shared = (f"{self.layer_prefix}embed_tokens.", f"{self.layer_prefix}shared_head.head.")
-        return not source.startswith(self.layer_prefix) or source.startswith(shared)
+        own = (self.layer_prefix, *(f"{name}." for name in self.mtp))
+        return not source.startswith(own) or source.startswith(shared)

@@ -103,6 +103,7 @@ def check_states(states: int, config: EngineConfig, memory: DeviceMemory) -> Non
             f"states of --max-running-requests {config.max_running_requests} sequences take "
             f"{as_gib(states)}, {as_gib(states // config.max_running_requests)} each, and "
             f"{as_gib(free)} are free beside the model's weights; lower --max-running-requests"
+            + (" or --speculative-num-draft-tokens" if config.most_drafts else "")
         )
 
 
@@ -127,7 +128,8 @@ def profile_memory(
     """
     weights = memory.reserved_bytes()
     state_bytes = sum(state.state_bytes(model.spec.dtype) for state in model.spec.states.values())
-    states = state_bytes * config.max_running_requests
+    # Each drafted token of a row leaves a copy.
+    states = state_bytes * config.max_running_requests * (1 + config.most_drafts)
     check_states(states, config, memory)
     most_tokens = (
         config.step_tokens if config.chunked_prefill_size > 0 else max(config.step_tokens, context)
@@ -217,6 +219,7 @@ def _try_backend(
         config.max_running_requests,
         broadcast=None if place is None else place.broadcast,
     )
+    runner.reserve_drafts(config.most_drafts)
     if draft.make_head is not None:
         before = memory.reserved_bytes()
         runner.head = draft.make_head(num_pages)

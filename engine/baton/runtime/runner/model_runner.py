@@ -128,6 +128,11 @@ class ModelRunner:
         """Size of a sequence's states; 0 for models without."""
         return 0 if self._states is None else self._states.slot_bytes
 
+    def reserve_drafts(self, most: int) -> None:
+        """Take the memory that rows of so many drafts need beside a step's."""
+        if self._states is not None:
+            self._states.reserve_drafts(most)
+
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult | LaunchedStep:
         """Run one step to its end. Raises what torch raises; the runner is then unusable."""

@@ -11,12 +11,13 @@ On a GPU all of it is queued on the stream of the step, in this order.
 
 Invariant: a slot's state has seen the tokens of its sequence up to the next row's first position. A
 row that begins elsewhere without a snapshot is refused: a state cannot take back a token, and every
-later token would be wrong.
+later token would be wrong. A row with drafts leaves a copy behind each of its tokens but the last:
+where the sequence's next row begins, or how many tokens are parked, says which of them were drawn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -37,6 +38,8 @@ from baton.layers.recurrent_state import (
 from baton.layers.spec import DeltaSpec
 from baton.runtime.runner.step_inputs import StepInputs
 from baton.sched.types.plan import StateCopy
+
+NO_TRAIL = -1
 
 
 class StateError(Exception):
@@ -81,28 +84,39 @@ class _StepLayout:
         return level
 
     def add_row(
-        self, slot: int, tokens: range, level: int, copies: list[tuple[int, NDArray[np.int32]]]
+        self,
+        slot: int,
+        tokens: range,
+        level: int,
+        copies: Mapping[int, NDArray[np.int32]],
+        *,
+        has_drafts: bool,
     ) -> None:
         """Add a row that begins in `level`.
 
         Args:
             tokens: places of its tokens in the step.
-            copies: which the row leaves: the place behind the last token that each has seen,
-                ascending, and its pages.
+            copies: pages of those that the row leaves, by the place behind the last token that each
+                has seen.
+            has_drafts: each of its tokens may be the last one that counts.
         """
         position = tokens.start
-        for border, pages in copies:
+        cuts = {*copies, *(tokens[1:] if has_drafts else ()), tokens.stop}
+        for cut in sorted(cuts):
             here = self._level_at(level)
-            here.rows.append((position, border, slot))
-            self._snapshots[int(pages[0])] = _Snapshot(level, (slot, pages))
-            if border == tokens.stop:
-                self.save_at_end(slot, pages)
-            else:
-                here.saves.append((slot, pages))
-                level += 1
-            position = border
-        if position < tokens.stop:
-            self._level_at(level).rows.append((position, tokens.stop, slot))
+            here.rows.append((position, cut, slot))
+            is_end = cut == tokens.stop
+            pages = copies.get(cut)
+            if pages is not None:
+                self._snapshots[int(pages[0])] = _Snapshot(level, (slot, pages))
+                if is_end:
+                    self.save_at_end(slot, pages)
+                else:
+                    here.saves.append((slot, pages))
+            if has_drafts and not is_end:
+                here.trails.append((slot, cut - tokens.start - 1))
+            level += 1
+            position = cut
 
     def save_at_end(self, slot: int, pages: NDArray[np.int32]) -> None:
         self.saves[int(pages[0])] = (slot, pages)
@@ -124,6 +138,7 @@ class SlotStates:
         """Args: `put`: makes a copy of an array on the pool's device."""
         self._put = put
         self._page_size = kv.page_size
+        self._dtype = kv.compute_dtype
         self.buffers = StateBuffers(layers, kv.compute_dtype, slots, kv.data.device)
         """States by slot."""
         self._tokens: NDArray[np.int64] = np.zeros(slots, np.int64)
@@ -135,6 +150,13 @@ class SlotStates:
         """Pages of snapshots by slot, and by the page of tokens at whose end one stands."""
         self._page_bytes = kv.data.flatten(1).view(torch.uint8)
         """[pages of the pool, bytes of a page]"""
+        self._layers = layers
+        self._trails: list[StateBuffers] = []
+        """Copies of slots whose last row had drafts: number i has seen the row's first
+        i + 1 tokens.
+        """
+        self._trail_starts: NDArray[np.int64] = np.full(slots, NO_TRAIL, np.int64)
+        """How many tokens copy 0 of a slot has seen; NO_TRAIL: its last row had no drafts."""
         self._at_end: list[_Copy] = []
         """Copies that slots leave at the end of the step that is being computed."""
 
@@ -148,6 +170,7 @@ class SlotStates:
         copies: list[_Copy] = []
         for kind, slot, tokens, pages in step.states:
             if kind == "park":
+                self._take_back_drafts(slot, tokens)
                 _check_kept(slot, tokens, int(self._tokens[slot]))
                 copies.append((slot, np.frombuffer(pages, np.int32)))
         self._copy_whole(copies, to_pages=True)
@@ -164,20 +187,26 @@ class SlotStates:
             elif each.kind == "save":
                 saves[each.slot] = each
         first = 0
-        for slot, start, n in zip(
-            step.slots.tolist(), step.starts.tolist(), step.lengths.tolist(), strict=True
+        drafted = range(step.num_decode, step.num_decode + step.num_drafted_rows)
+        for row, (slot, start, n) in enumerate(
+            zip(step.slots.tolist(), step.starts.tolist(), step.lengths.tolist(), strict=True)
         ):
             level = 0
+            self._take_back_drafts(slot, start)
             if start == 0:
                 self.buffers.data[slot] = 0
             elif self._tokens[slot] != start:
                 level = layout.begin_with(slot, self._find_snapshot(slot, start))
             end = start + n
-            copies = [
-                (first + border - start, pages)
+            copies = {
+                first + border - start: pages
                 for border, pages in self._snapshots_within(slot, start, end)
-            ]
-            layout.add_row(slot, range(first, first + n), level, copies)
+            }
+            has_drafts = row in drafted
+            layout.add_row(slot, range(first, first + n), level, copies, has_drafts=has_drafts)
+            if has_drafts:
+                self.reserve_drafts(n - 1)
+                self._trail_starts[slot] = start + 1
             if slot in saves:
                 _check_kept(slot, saves[slot].tokens, end)
                 layout.save_at_end(slot, np.frombuffer(saves[slot].pages, np.int32))
@@ -185,7 +214,14 @@ class SlotStates:
             first += n
         self._copy_whole(layout.loads, to_pages=False)
         self._at_end = list(layout.saves.values())
-        return StepStates(self.buffers, self._page_bytes, ops.copy_states, layout.levels, self._put)
+        return StepStates(
+            self.buffers,
+            self._page_bytes,
+            ops.copy_states,
+            layout.levels,
+            self._put,
+            self._trails,
+        )
 
     def step_of(self, rows: StateRows) -> StepStates:
         """States of a recorded step: those of `rows` have been prepared by `begin_step`."""
@@ -209,6 +245,7 @@ class SlotStates:
             # A sequence's first row on this slot: nothing of the last owner counts.
             if base == 0:
                 self._tokens[slot] = 0
+                self._trail_starts[slot] = NO_TRAIL
                 self._tables[slot] = {}
         if self._snapshots is None:
             return
@@ -230,6 +267,22 @@ class SlotStates:
         table = self._tables[slot]
         for place in sorted(place for place in table if place in inside):
             yield (place + 1) * self._page_size, table[place]
+
+    def reserve_drafts(self, count: int) -> None:
+        """Have copies for so many drafted tokens of each slot."""
+        slots = len(self._trail_starts)
+        while len(self._trails) < count:
+            device = self.buffers.data.device
+            self._trails.append(StateBuffers(self._layers, self._dtype, slots, device))
+
+    def _take_back_drafts(self, slot: int, tokens: int) -> None:
+        """Let a slot whose last row had drafts have seen so many tokens, if it has a copy that
+        has."""
+        start = int(self._trail_starts[slot])
+        self._trail_starts[slot] = NO_TRAIL
+        if start != NO_TRAIL and start <= tokens < self._tokens[slot]:
+            self.buffers.data[slot] = self._trails[tokens - start].data[slot]
+            self._tokens[slot] = tokens
 
     def _find_snapshot(self, slot: int, start: int) -> NDArray[np.int32]:
         """Pages of the snapshot at position `start`. Raises StateError."""

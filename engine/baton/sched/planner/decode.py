@@ -85,16 +85,23 @@ def plan_decode_rows(
         seq.inflight_steps += 1
     # Behind all rows, which need the pages more.
     for seq in at_border:
-        _roll_snapshot(memory, draft, seq)
+        _roll_snapshot(memory, draft, seq, seq.computed)
     # Attention takes rows of one token apart from longer ones.
     for seq, num_drafts in with_drafts:
         draft.add_row(seq, 1, state.draft_offers[seq.handle].tokens[:num_drafts])
+        if rolling:
+            total = len(seq.tokens)
+            border = (total + num_drafts) // rolling * rolling
+            # A row that its drafts do not bring to the border takes the snapshot in vain, and a
+            # later one takes it again.
+            if border >= total:
+                _roll_snapshot(memory, draft, seq, border)
     return prompts
 
 
-def _roll_snapshot(memory: KvManager, draft: PlanDraft, seq: Seq) -> None:
-    """Let the row of a sequence take its rolling snapshot."""
-    group, place, pages = memory.roll_snapshot(seq, seq.computed)
+def _roll_snapshot(memory: KvManager, draft: PlanDraft, seq: Seq, tokens: int) -> None:
+    """Let the row of a sequence take its rolling snapshot behind so many tokens."""
+    group, place, pages = memory.roll_snapshot(seq, tokens)
     # There is no room, or the table has a snapshot here that the tree gets anyway.
     if pages:
         draft.further.append(FurtherGrowth(seq.slot, group, place * len(pages), pages))
