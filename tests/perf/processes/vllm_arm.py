@@ -31,9 +31,9 @@ def main() -> None:
         model=path,
         dtype="bfloat16",
         skip_tokenizer_init=True,
-        max_model_len=2048,
+        max_model_len=4096,
         max_num_seqs=16,
-        max_num_batched_tokens=2048,
+        max_num_batched_tokens=4096,
         enable_prefix_caching=False,
     )
     print(json.dumps({"loaded": True}), file=replies, flush=True)
