@@ -67,6 +67,8 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
             "first_k_dense_replace": 1, "n_routed_experts": 40, "n_shared_experts": 1,
             "num_experts_per_tok": 8, "moe_intermediate_size": 384, "n_group": 4, "topk_group": 2,
+            # In published files, for vllm.
+            "topk_method": "noaux_tc", "scoring_func": "sigmoid",
         },
     ),
     "gpt-oss": (
