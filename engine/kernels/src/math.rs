@@ -4,6 +4,9 @@
 use crate::simd::Simd;
 
 pub const LOG2_E: f32 = std::f32::consts::LOG2_E;
+/// ln(2) in two parts, of which the first one's multiples by whole numbers up to 2^15 are exact
+/// (Cephes).
+const LN_2_PARTS: [f32; 2] = [0.693_359_4, -2.121_944_4e-4];
 
 /// 2^x for x <= 0 (and up to 127), relative error below 2e-7; exactly 1 at 0 and exactly 0 below
 /// -126 and at -inf.
@@ -16,7 +19,32 @@ pub unsafe fn exp2<S: Simd>(x: S::F) -> S::F {
     // clamping last.
     let clamped = S::select_lt(x, S::splat(-126.0), S::splat(-126.0), x);
     let n = S::round(clamped);
-    let f = S::sub(clamped, n);
+    let y = scaled_power::<S>(S::sub(clamped, n), n);
+    S::select_lt(x, S::splat(-126.0), S::splat(0.0), y)
+}
+
+/// e^x for x <= 0 (and up to 88), relative error below 2e-7; exactly 1 at 0 and exactly 0 where
+/// 2^-126 is above it.
+///
+/// # Safety
+/// The CPU supports `S`.
+#[inline(always)]
+pub unsafe fn exp<S: Simd>(x: S::F) -> S::F {
+    let power = S::mul(x, S::splat(LOG2_E));
+    let least = S::splat(-126.0);
+    // As in `exp2`. The fraction is taken of x, because the power is rounded already.
+    let n = S::round(S::select_lt(power, least, least, power));
+    let mut rest = x;
+    for part in LN_2_PARTS {
+        rest = S::sub(rest, S::mul(n, S::splat(part)));
+    }
+    let fraction = S::mul(rest, S::splat(LOG2_E));
+    S::select_lt(power, least, S::splat(0.0), scaled_power::<S>(fraction, n))
+}
+
+/// 2^(f + n) of f in [-0.5, 0.5] and an integral n in [-126, 127].
+#[inline(always)]
+unsafe fn scaled_power<S: Simd>(f: S::F, n: S::F) -> S::F {
     // Minimax polynomial of 2^f on [-0.5, 0.5] with a constant of exactly 1 (coefficients as in
     // Cephes' exp2f).
     let mut p = S::splat(1.535_336_2e-4);
@@ -30,8 +58,7 @@ pub unsafe fn exp2<S: Simd>(x: S::F) -> S::F {
     ] {
         p = S::fma(p, f, S::splat(c));
     }
-    let y = S::mul(p, S::pow2(n));
-    S::select_lt(x, S::splat(-126.0), S::splat(0.0), y)
+    S::mul(p, S::pow2(n))
 }
 
 /// tanh(x), absolute error below 3e-7.
@@ -84,6 +111,17 @@ mod tests {
         }
     }
 
+    struct Exp<'a>(&'a mut [f32]);
+
+    impl SimdKernel for Exp<'_> {
+        #[inline(always)]
+        unsafe fn run<S: Simd>(self) {
+            for chunk in self.0.chunks_exact_mut(S::LANES) {
+                S::store(chunk.as_mut_ptr(), exp::<S>(S::load(chunk.as_ptr())));
+            }
+        }
+    }
+
     struct Tanh<'a>(&'a mut [f32]);
 
     impl SimdKernel for Tanh<'_> {
@@ -120,6 +158,26 @@ mod tests {
                 assert!(
                     (f64::from(*y) - want).abs() <= 3e-7 * want.max(1.0),
                     "{isa:?}: softplus {x} = {y}, not {want}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn exp_is_close_to_f64_and_exact_at_its_ends() {
+        let mut inputs: Vec<f32> = (0..16384).map(|i| -(i as f32) * 0.00531).collect();
+        inputs[1..6].copy_from_slice(&[-0.0, f32::NEG_INFINITY, f32::MIN, -87.4, f32::NAN]);
+        for isa in Isa::available() {
+            let mut got = inputs.clone();
+            // SAFETY: the level is available.
+            unsafe { dispatch(isa, Exp(&mut got)) };
+            assert_eq!(&got[..5], &[1.0, 1.0, 0.0, 0.0, 0.0], "{isa:?}");
+            assert!(got[5].is_nan(), "{isa:?}");
+            for (x, y) in inputs.iter().zip(&got).skip(6) {
+                let want = f64::from(*x).exp();
+                assert!(
+                    (f64::from(*y) - want).abs() <= 2e-7 * want,
+                    "{isa:?}: e^{x} = {y}, not {want}"
                 );
             }
         }

@@ -11,6 +11,7 @@ use kernels::attention::{PagedAttention, paged_attention};
 use kernels::elementwise::{
     self, Activation, GatedProduct, HeadVectors, RmsNorm, RotaryEmbedding, RotaryPairs, Sigmoid,
 };
+use kernels::experts::choice::{ChoiceRule, ExpertChoice, GroupRank, Scoring, choose_experts};
 use kernels::experts::{self, ExpertForm, ExpertMatrix, ExpertStep};
 use kernels::linear::{
     self, CodeType, CodedMatrix, HeadProducts, LinearProduct, Weight, WeightShape,
@@ -764,6 +765,93 @@ impl ExpertWeights {
     }
 }
 
+/// How experts and weights follow from a router's logits.
+#[pyclass(frozen, module = "baton._native")]
+struct ExpertRouter(ChoiceRule);
+
+#[pymethods]
+impl ExpertRouter {
+    /// `groups`: their number, that of the kept ones, and whether the best score of one ranks it
+    /// instead of the sum of two.
+    #[new]
+    fn new(
+        experts: usize,
+        chosen: usize,
+        scoring: &str,
+        least_sum: Option<f32>,
+        factor: f32,
+        rounds_weights: bool,
+        groups: (usize, usize, bool),
+    ) -> PyResult<Self> {
+        let scoring = match scoring {
+            "softmax" => Scoring::Softmax,
+            "sigmoid" => Scoring::Sigmoid,
+            "softmax_of_chosen" => Scoring::SoftmaxOfChosen,
+            "sigmoid_of_chosen" => Scoring::SigmoidOfChosen,
+            other => {
+                let message = format!("experts cannot be chosen by {other} scores");
+                return Err(PyValueError::new_err(message));
+            }
+        };
+        let (groups, kept_groups, ranks_best) = groups;
+        if !(1..=experts).contains(&chosen)
+            || !(1..=groups).contains(&kept_groups)
+            || !experts.is_multiple_of(groups)
+        {
+            let message = format!(
+                "{chosen} of {experts} experts in {kept_groups} of {groups} groups cannot be chosen"
+            );
+            return Err(PyValueError::new_err(message));
+        }
+        Ok(ExpertRouter(ChoiceRule {
+            experts,
+            chosen,
+            scoring,
+            least_sum,
+            factor,
+            rounds_weights,
+            groups,
+            kept_groups,
+            group_rank: if ranks_best {
+                GroupRank::Best
+            } else {
+                GroupRank::TwoBest
+            },
+        }))
+    }
+
+    /// Choose for logits [tokens, experts], all tensors contiguous: i64 experts and f32 weights
+    /// [tokens, chosen]. `bias`: f32 [experts], 0: none.
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "a record would cost more than the call"
+    )]
+    fn choose(
+        &self,
+        py: Python<'_>,
+        bf16: bool,
+        logits: usize,
+        tokens: usize,
+        bias: usize,
+        experts: usize,
+        weights: usize,
+    ) {
+        let biases = if bias == 0 { 0 } else { self.0.experts };
+        let choice = Shared(ExpertChoice {
+            rule: self.0,
+            dtype: dtype(bf16),
+            logits: logits as *const u8,
+            tokens,
+            // SAFETY: the Python side holds the tensors and has checked their types and shapes.
+            bias: unsafe { slice(bias, biases) },
+            experts: experts as *mut i64,
+            weights: weights as *mut f32,
+        });
+        // SAFETY: as above.
+        py.detach(|| unsafe { choose_experts(choice.get()) });
+    }
+}
+
 fn expert_matrix(matrix: &Bound<'_, PyAny>) -> PyResult<ExpertMatrix> {
     if let Ok(packed) = matrix.cast::<PackedWeight>() {
         return Ok(ExpertMatrix::Packed(Arc::clone(&packed.get().0)));
@@ -828,6 +916,7 @@ pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<PackedWeight>()?;
     m.add_class::<PackedHeads>()?;
     m.add_class::<QuantizedWeight>()?;
+    m.add_class::<ExpertRouter>()?;
     m.add_class::<ExpertWeights>()?;
     m.add_function(wrap_pyfunction!(cpu_isa, m)?)?;
     m.add_function(wrap_pyfunction!(set_threads, m)?)?;

@@ -6,8 +6,9 @@ experts must not depend on the device or on the rows beside it.
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,9 +16,8 @@ from torch import Tensor
 from baton.layers import ops
 from baton.models.spec.moe import RouterSpec
 
-_LEAST_SUM = 1e-20
-"""Added to the sum of sigmoid scores before they are divided by it (transformers' `deepseek_v3` and
-`glm4_moe`)."""
+if TYPE_CHECKING:
+    from baton.layers.ops_cpu import ExpertRouter
 
 
 class Routing(NamedTuple):
@@ -26,7 +26,7 @@ class Routing(NamedTuple):
     experts: Tensor
     """int64 [T, experts_per_token]"""
     weights: Tensor
-    """[T, experts_per_token], in the logits' type or float32"""
+    """[T, experts_per_token], in the logits' type, or in float32 with numbers of that type"""
 
 
 def route(logits: Tensor, spec: RouterSpec, bias: Tensor | None = None) -> Routing:
@@ -35,6 +35,10 @@ def route(logits: Tensor, spec: RouterSpec, bias: Tensor | None = None) -> Routi
 
     A row's choice depends on that row alone.
     """
+    kernel_class = ops.choice_kernel(logits)
+    # SparseMixer's second score leaves out the first expert: the kernel scores all at once.
+    if kernel_class is not None and spec.scoring != "sparsemixer":
+        return Routing(*_make_kernel(kernel_class, spec).choose(logits, bias))
     if spec.scoring == "sparsemixer":
         return _mix_two(logits, spec)
     if spec.scoring in ("softmax_of_chosen", "sigmoid_of_chosen"):
@@ -52,11 +56,29 @@ def route(logits: Tensor, spec: RouterSpec, bias: Tensor | None = None) -> Routi
     experts = _highest(ranking, spec.experts_per_token)
     weights = scores.gather(1, experts)
     if spec.normalizes:
-        total = weights.sum(-1, keepdim=True)
-        weights = weights / (total + _LEAST_SUM if spec.scoring == "sigmoid" else total)
+        weights = weights / (weights.sum(-1, keepdim=True) + _least_sum(spec))
     if spec.scaling_factor != 1.0:
         weights = weights * spec.scaling_factor
     return Routing(experts, weights.to(logits.dtype) if spec.rounds_weights else weights)
+
+
+@functools.cache
+def _make_kernel(kernel_class: type[ExpertRouter], spec: RouterSpec) -> ExpertRouter:
+    return kernel_class(
+        spec.num_experts,
+        spec.experts_per_token,
+        scoring=spec.scoring,
+        least_sum=_least_sum(spec) if spec.normalizes else None,
+        factor=spec.scaling_factor,
+        rounds_weights=spec.rounds_weights,
+        groups=(spec.num_groups, spec.kept_groups, spec.group_rank == "best"),
+    )
+
+
+def _least_sum(spec: RouterSpec) -> float:
+    """Added to the sum of weights before they are divided by it (transformers' `deepseek_v3` and
+    `glm4_moe`)."""
+    return 1e-20 if spec.scoring == "sigmoid" else 0.0
 
 
 def _score_chosen(logits: Tensor, spec: RouterSpec) -> Routing:

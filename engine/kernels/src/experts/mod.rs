@@ -28,6 +28,7 @@
     reason = "one contract for the module: the CPU has level S, pointers of a step cover its shapes"
 )]
 
+pub mod choice;
 mod groups;
 
 use std::marker::PhantomData;
