@@ -283,14 +283,15 @@ unsafe fn multiply<E: ElementType>(isa: Isa, l: &LinearProduct) {
             unsafe { dispatch(isa, PackX::<E>(l, x, first, rows, PhantomData)) }
         };
         let row_cuts = l.rows.div_ceil(ITEM_ROWS).max(1);
-        let panel_cuts = shape.panels().div_ceil(ITEM_PANELS);
+        let panel_cuts = cut_panels(shape.panels(), row_cuts, pool::threads());
         let run = |i: usize| {
             let cut = i % row_cuts;
-            let panel = i / row_cuts * ITEM_PANELS;
             let first = cut * l.rows / row_cuts;
             let end = (cut + 1) * l.rows / row_cuts;
+            let panel_cut = i / row_cuts;
+            let panel = panel_cut * shape.panels() / panel_cuts;
+            let count = (panel_cut + 1) * shape.panels() / panel_cuts - panel;
             let panels: [usize; ITEM_PANELS] = std::array::from_fn(|p| panel + p);
-            let count = ITEM_PANELS.min(shape.panels() - panel);
             let sum_words = (end - first) * count * PANEL;
             let tile_words = l.weight.tile_words();
             with_scratch(padded(sum_words) + padded(tile_words), |mut carver| {
@@ -318,6 +319,15 @@ unsafe fn multiply<E: ElementType>(isa: Isa, l: &LinearProduct) {
         });
         pool::for_each(row_cuts * panel_cuts, &run);
     });
+}
+
+/// Number of even shares of the panels, each an item with one of `row_cuts` shares of the rows.
+/// Where those are fewer than the threads, no thread is to wait for another's last item: 12 panels
+/// are 4 times 3 for two threads, and not 3 times 4.
+fn cut_panels(panels: usize, row_cuts: usize, threads: usize) -> usize {
+    let cuts = panels.div_ceil(ITEM_PANELS);
+    cuts.next_multiple_of(threads.div_ceil(row_cuts))
+        .min(panels)
 }
 
 struct PackX<'a, E: ElementType>(

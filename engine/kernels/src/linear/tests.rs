@@ -554,3 +554,29 @@ fn heads_have_the_bits_of_products_of_their_own() {
         }
     }
 }
+
+#[test]
+fn panels_are_cut_into_even_shares_for_all_threads() {
+    for ((panels, row_cuts, threads), wanted) in [
+        ((12, 1, 2), 4),
+        ((15, 1, 2), 4),
+        ((20, 1, 2), 6),
+        ((20, 1, 1), 5),
+        ((12, 3, 2), 3),
+        ((16, 1, 64), 16),
+        ((1, 1, 2), 1),
+        ((0, 1, 2), 0),
+    ] {
+        let cuts = cut_panels(panels, row_cuts, threads);
+        assert_eq!(cuts, wanted, "{panels} panels, {row_cuts}, {threads}");
+        let ends: Vec<usize> = (0..=cuts).map(|cut| cut * panels / cuts.max(1)).collect();
+        assert_eq!(ends.last(), Some(&panels));
+        let shares = ends.windows(2).map(|pair| pair[1] - pair[0]);
+        assert!(
+            shares
+                .clone()
+                .all(|share| (1..=ITEM_PANELS).contains(&share))
+        );
+        assert!(shares.clone().max() <= shares.min().map(|least| least + 1));
+    }
+}
