@@ -181,7 +181,11 @@ def test_choices_and_weights_are_those_of_transformers(
     # Which experts weigh nothing is left open, too: those of dropped groups tie at 0.
     got = weight_of_each_expert(experts, weights)[untied]
     wanted = weight_of_each_expert(want_experts, want_weights)[untied]
-    torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-12)
+    is_close = torch.isclose(got, wanted, rtol=1e-6, atol=1e-12)
+    # An exponential that differs in its last bit may round to the next number of bfloat16.
+    spacing = 2**-7 if dtype == torch.bfloat16 else 1e-6
+    torch.testing.assert_close(got, wanted, rtol=spacing, atol=1e-12)
+    assert is_close.sum() >= is_close.numel() - 5
 
 
 def test_bias_of_a_router_changes_most_choices() -> None:
