@@ -186,8 +186,8 @@ def head_kernel(x: Tensor) -> Callable[..., None] | None:
     return None if x.is_cpu else _head_kernel
 
 
-def choice_kernel(logits: Tensor) -> type[ExpertRouter] | None:
-    """What chooses experts by logits like these in one call; None: plain torch does."""
+def choice_kernel(logits: Tensor) -> Callable[..., ExpertRouter] | None:
+    """The class that chooses experts by logits like these in one call; None: plain torch does."""
     native = _native_for(logits)
     return None if native is None else native.ExpertRouter
 

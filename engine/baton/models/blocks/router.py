@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -35,10 +36,10 @@ def route(logits: Tensor, spec: RouterSpec, bias: Tensor | None = None) -> Routi
 
     A row's choice depends on that row alone.
     """
-    kernel_class = ops.choice_kernel(logits)
+    make_kernel = ops.choice_kernel(logits)
     # SparseMixer's second score leaves out the first expert: the kernel scores all at once.
-    if kernel_class is not None and spec.scoring != "sparsemixer":
-        return Routing(*_make_kernel(kernel_class, spec).choose(logits, bias))
+    if make_kernel is not None and spec.scoring != "sparsemixer":
+        return Routing(*_make_kernel(make_kernel, spec).choose(logits, bias))
     if spec.scoring == "sparsemixer":
         return _mix_two(logits, spec)
     if spec.scoring in ("softmax_of_chosen", "sigmoid_of_chosen"):
@@ -63,8 +64,8 @@ def route(logits: Tensor, spec: RouterSpec, bias: Tensor | None = None) -> Routi
 
 
 @functools.cache
-def _make_kernel(kernel_class: type[ExpertRouter], spec: RouterSpec) -> ExpertRouter:
-    return kernel_class(
+def _make_kernel(make: Callable[..., ExpertRouter], spec: RouterSpec) -> ExpertRouter:
+    return make(
         spec.num_experts,
         spec.experts_per_token,
         scoring=spec.scoring,
