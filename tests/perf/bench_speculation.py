@@ -403,11 +403,11 @@ def main() -> None:
     drafting = Arm(path, args.threads, **flags)
     print(f"{path.name}, {args.threads} threads, torch {torch.__version__}")
     time_steps(plain, args.rounds)
-    print(HEADING)
     works = make_work(path, args.tokens)
     if args.peer is not None:
         compare_peers(args.peer, path, args.threads, args.rounds, (plain, drafting), works)
         return
+    print(HEADING)
     for name, work in works.items():
         for arm in (plain, drafting):
             arm.answer(work.prompts, work.params)
