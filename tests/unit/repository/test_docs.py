@@ -193,7 +193,8 @@ def test_engine_flags_in_the_docs_exist() -> None:
         "--pace",
         "--cells",
         "--peer",
-    }  # tests/perf/bench_gpu.py, tests/perf/bench_front, tests/gpu
+        "--mixture",
+    }  # tests/perf/bench_gpu.py, bench_front, bench_experts.py, tests/gpu
     lines = re.findall(r"^([a-z0-9 -]+): ", refused, re.MULTILINE)
     known |= {f"--{name}" for line in lines for name in line.split()} | {
         "--vllm-pd-disaggregation"
