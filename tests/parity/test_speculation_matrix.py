@@ -29,7 +29,12 @@ from tests.support.engines.metamorph import Cluster, suspend_at
 from tests.support.engines.scripted_drafter import ScriptedDrafter, speculate
 from tests.support.grammars.engines import follow_grammars, make_store
 from tests.support.models.checkpoints import VOCAB, make_checkpoint
-from tests.support.models.draft_heads import EAGLE3_LAYERS, make_eagle3, make_mtp
+from tests.support.models.draft_heads import (
+    EAGLE3_LAYERS,
+    make_eagle3,
+    make_mtp,
+    make_qwen3_next_mtp,
+)
 from tests.support.pairwise import Case, pairwise
 
 CHOICES = "two choices"
@@ -56,6 +61,9 @@ DRAFTERS = {
     "draft model 0.7": Drafting("draft model", 0.7),
     "eagle3": Drafting("eagle3"),
     "eagle3 0.7": Drafting("eagle3", 0.7),
+    # Of a model that keeps states.
+    "states 0.7": Drafting("states", 0.7),
+    "mtp of states 0.7": Drafting("mtp of states", 0.7),
 }
 AXES: dict[str, Sequence[Any]] = {
     "drafter": list(DRAFTERS),
@@ -110,6 +118,8 @@ class Models:
         make_eagle3(self.deep, self.head)
         self.echo = root / "echo"
         make_mtp("glm4-moe", self.echo, echoes=True)
+        self.hybrid = root / "hybrid"
+        make_qwen3_next_mtp(self.hybrid)
         self.requests = cache(self._compute_requests)
 
     @property
@@ -130,6 +140,8 @@ class Models:
             "draft model": (self.llama, with_draft(self.llama)),
             "eagle3": (self.deep, eagle3),
             "mtp": (self.echo, mtp),
+            "states": (self.hybrid, {}),
+            "mtp of states": (self.hybrid, mtp),
         }[kind]
 
     def _compute_requests(self, path: Path, sampling: str) -> list[Request]:
@@ -156,7 +168,7 @@ def prepare_drafts(engine: EngineLoop, drafting: Drafting, requests: Sequence[Re
     """Let the engine draft in every step it can."""
     kind, right = drafting
     script = {request.prompt: request.want.tokens for request in requests}
-    if kind == "scripted":
+    if kind in ("scripted", "states"):
         assert right is not None
         seen = {(request.prompt, request.params.seed): request.want.tokens for request in requests}
         speculate(engine, ScriptedDrafter(seen, right, VOCAB), most=4)
@@ -165,7 +177,7 @@ def prepare_drafts(engine: EngineLoop, drafting: Drafting, requests: Sequence[Re
     else:
         draft_always(engine)
         if right is not None:
-            script_of = script_head if kind == "eagle3" else script_drafts
+            script_of = script_drafts if kind == "draft model" else script_head
             script_of(engine, script, right)
 
 
