@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 
-from baton.models.decoder import Decoder
 from baton.runtime import build
 from baton.runtime.draft_model import DraftModel, LoadedHead
 from baton.runtime.engine_loop import EngineLoop
@@ -26,7 +25,14 @@ from tests.parity.conftest import Reference
 from tests.parity.test_draft_heads import MTP, Drafting, check_drafts, eagle3, watch_drafts
 from tests.parity.test_draft_model import half_llama
 from tests.parity.test_preempted_tokens import storm
-from tests.parity.test_speculation import PROMPTS, SAMPLING, Answer, run, seen
+from tests.parity.test_speculation import (
+    PROMPTS,
+    SAMPLING,
+    Answer,
+    poison_embeddings,
+    run,
+    seen,
+)
 from tests.support.devices.device_engine import Device
 from tests.support.engines.draft_model import (
     count_drafts,
@@ -312,20 +318,11 @@ def test_numbers_that_are_none_end_no_answer_in_rejected_places(
     used = {token for prompt in PROMPTS for token in prompt}
     used |= {token for each in want for token in each.tokens}
     poison = min(set(range(VOCAB)) - used)
-    embed = Decoder._embed_tokens
-
-    def embed_poisoned(self: Decoder, ids: torch.Tensor) -> torch.Tensor:
-        return embed(self, ids).masked_fill((ids == poison)[:, None], torch.nan)
-
-    class Poisoned(ScriptedDrafter):
-        def _distort(self, token: int) -> int:
-            return token if self._rng.random() < self._right else poison
-
     for graph_rows in (0, 8):
         with monkeypatch.context() as patch:
-            patch.setattr(Decoder, "_embed_tokens", embed_poisoned)
+            poison_embeddings(patch, poison)
             engine = device.recorded(path, graph_rows, most_drafts=MOST)
-            speculate(engine, Poisoned(seen(want, params), 0.5, VOCAB), MOST)
+            speculate(engine, ScriptedDrafter(seen(want, params), 0.5, VOCAB, wrong=poison), MOST)
             assert_equal(run(engine, params, PROMPTS), want)
         drafted, drawn = count_drafts(engine)
         assert 0 < drawn < drafted

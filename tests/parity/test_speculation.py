@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+import torch
 
+from baton.models.decoder import Decoder
 from baton.runtime.engine_loop import EngineLoop
 from baton.sched.types.plan import TokenLogprobs
 from baton.sched.types.request import FinishReason, SamplingParams, ValidatedRequest
@@ -188,3 +190,37 @@ def test_repeated_text_is_drafted(reference: Callable[[str], Reference], variant
     counters = engine.sched.stats.counters()
     assert counters["spec_decode_num_accepted_tokens_total"] > 50
     engine.close()
+
+
+@pytest.mark.parametrize("variant", ["llama", "deepseek-v2"])
+def test_numbers_that_are_none_end_no_answer_in_rejected_places(
+    reference: Callable[[str], Reference], monkeypatch: pytest.MonkeyPatch, variant: str
+) -> None:
+    """Wrong drafts are a token whose states are NaN."""
+    path = reference(variant).path
+    params = SAMPLING["seeded"]
+    plain = make_engine(path)
+    want = run(plain, params, PROMPTS)
+    plain.close()
+    used = {token for prompt in PROMPTS for token in prompt}
+    used |= {token for each in want for token in each.tokens}
+    poison_embeddings(monkeypatch, poison := min(set(range(VOCAB)) - used))
+    engine = make_engine(path)
+    drafter = ScriptedDrafter(seen(want, params), 0.5, VOCAB, wrong=poison)
+    assert run(speculate(engine, drafter), params, PROMPTS) == want
+    counters = engine.sched.stats.counters()
+    drafted, drawn = (
+        counters[f"spec_decode_num_{kind}_tokens_total"] for kind in ("draft", "accepted")
+    )
+    assert 0 < drawn < drafted
+    engine.close()
+
+
+def poison_embeddings(monkeypatch: pytest.MonkeyPatch, token: int) -> None:
+    """Let the states of a token be NaN."""
+    embed = Decoder._embed_tokens
+
+    def embed_poisoned(self: Decoder, ids: torch.Tensor) -> torch.Tensor:
+        return embed(self, ids).masked_fill((ids == token)[:, None], torch.nan)
+
+    monkeypatch.setattr(Decoder, "_embed_tokens", embed_poisoned)

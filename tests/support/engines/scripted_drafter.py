@@ -18,11 +18,15 @@ Answers = Mapping[tuple[Prompt, int], Sequence[int]]
 
 
 class ScriptedDrafter:
-    def __init__(self, answers: Answers, right: float, vocab: int, seed: int = 0) -> None:
+    def __init__(
+        self, answers: Answers, right: float, vocab: int, seed: int = 0, wrong: int | None = None
+    ) -> None:
         """
         Args:
             right: share of the drafts that are the token that comes.
+            wrong: the others; None: any token.
         """
+        self._wrong = wrong
         self._answers = answers
         self._right = right
         self._vocab = vocab
@@ -49,7 +53,7 @@ class ScriptedDrafter:
     def _distort(self, token: int) -> int:
         if self._rng.random() < self._right:
             return token
-        return self._rng.randrange(self._vocab)
+        return self._rng.randrange(self._vocab) if self._wrong is None else self._wrong
 
 
 def speculate(engine: EngineLoop, drafter: Drafter, most: int = 5) -> EngineLoop:

@@ -47,12 +47,13 @@ from baton.runtime.runner.step_inputs import (
     checksum_step,
     decode_step,
     encode_step,
+    separate_drafts,
 )
 from baton.runtime.sampling.prompt_logprobs import SLICE_ROWS, PromptRows, PromptTable
 from baton.runtime.sampling.sampler import Put, SampleRow
 from baton.runtime.sampling.step_sampler import sample_tokens
 from baton.runtime.sampling.verification import DraftedRows
-from baton.sched.types.plan import UNKNOWN_TOKEN, Row, StepPlan, StepResult
+from baton.sched.types.plan import INVALID_TOKEN, UNKNOWN_TOKEN, Row, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from baton.runtime.engine_loop import LaunchedStep
@@ -152,16 +153,15 @@ class ModelRunner:
             drafted = DraftedRows(sampling, plan.drafted, plan.num_decode)
             sample_rows = drafted.along_drafts(sample_rows)
         batch = self._make_batch(step, indices, self._begin_states(step))
-        self._model.prepare(batch, self._attn)
-        states = None
-        if self.head is None:
-            hidden = self._model.compute_hidden(batch, self._attn)
-        else:
-            hidden, states = self.head.compute_model(batch, self._attn)
+        hidden, states, result = self._compute_draws(batch, sample_rows)
+        if drafted is not None and INVALID_TOKEN in result.tokens and self._can_compute_again:
+            # K and V of a wrong draft that are no numbers spoil the tokens in front of it.
+            arrays = separate_drafts(step, indices, self._kv.page_size)
+            apart = self._make_batch(step, arrays, None)
+            batch = replace(apart, num_decode=step.num_answering_tokens)
+            hidden, states, result = self._compute_draws(batch, sample_rows)
         self._end_states()
         num_draws = len(sample_rows)
-        logits = self._model.compute_logits(hidden[:num_draws]).float()
-        result = sample_tokens(logits, sample_rows, self._mask_filler)
         if drafted is None:
             self._append_tokens(sampling, sample_rows, result.tokens)
         else:
@@ -174,6 +174,26 @@ class ModelRunner:
             found = prompt_rows.split_records(map(Tensor.numpy, records), self.vocab_size)
             result = replace(result, prompt_logprobs=found)
         return replace(result, copy_seconds=copy_seconds, damaged_pages=damaged_pages)
+
+    def _compute_draws(
+        self, batch: ForwardBatch, rows: Sequence[SampleRow]
+    ) -> tuple[Tensor, Tensor | None, StepResult]:
+        """Hidden states of `sample_index` [S, hidden], those that a head reads, and what is drawn
+        at the first ones, one for each row."""
+        self._model.prepare(batch, self._attn)
+        states = None
+        if self.head is None:
+            hidden = self._model.compute_hidden(batch, self._attn)
+        else:
+            hidden, states = self.head.compute_model(batch, self._attn)
+        logits = self._model.compute_logits(hidden[: len(rows)]).float()
+        return hidden, states, sample_tokens(logits, rows, self._mask_filler)
+
+    @property
+    def _can_compute_again(self) -> bool:
+        """Whether a step leaves the same when it is computed twice: states have gone on by then,
+        and other ranks would have to be told."""
+        return self._states is None and self._broadcast is None
 
     def _keep_runs(
         self, rows: Sequence[Row], drafted: DraftedRows, result: StepResult
