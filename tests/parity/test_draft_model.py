@@ -190,8 +190,8 @@ def test_a_long_prompt_is_caught_up_with_in_parts(reference: Callable[[str], Ref
 
 
 def test_a_model_with_states_is_refused(tmp_path: Path) -> None:
-    """It could not take back the tokens of a draft."""
+    """Its drafter has pages for it, and no states."""
     variant_config("qwen3-next").save_pretrained(tmp_path)
     config = build_config({"load_format": "dummy", **with_draft(tmp_path)})
-    with pytest.raises(ConfigError, match="keeps a state per sequence, which cannot take back"):
+    with pytest.raises(ConfigError, match="and a draft model has pages alone"):
         read_draft_spec(config, tmp_path, None, on_cpu=True)

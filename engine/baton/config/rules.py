@@ -145,7 +145,7 @@ def _check_speculation(c: EngineConfig) -> Iterator[str]:
                 )
         return
     if c.disaggregation_mode == "prefill":
-        yield (f"--speculative-algorithm {algorithm}: a prefill node decodes nothing; leave it out")
+        yield f"--speculative-algorithm {algorithm}: a prefill node decodes nothing; leave it out"
     if c.is_drafted_by_head and c.tp_size > 1:
         yield (
             f"--speculative-algorithm {algorithm}: heads draft with --tp-size 1 in this version; "

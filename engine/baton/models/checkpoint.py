@@ -123,8 +123,8 @@ def read_draft_spec(
     spec = read_spec(path, config.dtype, config.load_format, config.random_seed, on_cpu=on_cpu)
     if spec.states:
         raise ConfigError(
-            f"{flag}: the model keeps a state per sequence, which cannot take back the tokens of a "
-            "draft; give a model whose layers all have attention"
+            f"{flag}: the model keeps a state per sequence, and a draft model has pages alone in "
+            "this version; give a model whose layers all have attention"
         )
     return spec
 

@@ -156,12 +156,29 @@ def _pairs_of_models() -> Iterator[FeaturePair]:
         "states",
         "tests/e2e/engines/test_tensor_parallel.py:test_divided_nodes_exchange_states_and_equal_transformers",
     )
-    yield _refused(
-        "drafts",
-        "states",
-        "tests/parity/test_draft_model.py:test_a_model_with_states_is_refused",
-        "a state cannot take back a token",
+    yield _works(
+        "drafts", "states", f"{STATES}:test_states_of_drafts_that_were_not_drawn_are_taken_back"
     )
+    yield _works(
+        "graphs",
+        "states",
+        "tests/parity/test_device_states.py:test_tokens_are_transformers_with_graphs_and_without",
+    )
+    yield _works(
+        "graphs",
+        "drafts",
+        "tests/parity/test_device_drafts.py:test_answers_are_those_without_drafts",
+    )
+    for feature, reason in (
+        ("host", "states are not moved to the host in this version"),
+        ("codes", "K and V stay in the compute type in this version"),
+    ):
+        yield _refused(
+            feature,
+            "states",
+            "tests/unit/models/test_delta_net.py:test_start_with_a_flag_that_has_no_states_yet_is_refused",
+            reason,
+        )
     yield _works("pd", "codes", f"{CODES}:test_pair_equals_one_process")
     for feature in ("host", "preempt"):
         yield _works(feature, "codes", f"{CODES}:test_chunks_hits_and_preemption_change_no_token")

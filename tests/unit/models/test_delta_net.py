@@ -77,7 +77,6 @@ def test_what_is_not_computed_is_refused_by_name(
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ({"speculative_algorithm": "NGRAM"}, "--speculative-algorithm NGRAM: .* take back"),
         ({"host_kv_gib": 1.0}, "--host-kv-gib 1: .* leave the flag out"),
         ({"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype auto"),
     ],

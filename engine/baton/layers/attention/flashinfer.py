@@ -73,7 +73,7 @@ MAX_PAGE_SIZE = 128
 LEAST_WORKSPACE_BYTES = 128 << 20
 """Workspace that flashinfer's documentation recommends for a wrapper."""
 CAPTURE_INT_WORKSPACE_BYTES = 1 << 20
-"""For the wrappers of all captures with one window together. A capture takes some 30 bytes for each
+"""For the wrappers of all captures with one window or chunk together. A capture takes some 30 bytes for each
 row and each thread block, of which there are a few thousand."""
 KERNELS = "fa2"
 """Kernel family for all GPUs since Ampere: strides and windows are taken the same way

@@ -10,9 +10,9 @@ states of rows that end at such a border, and those at the end of a prompt for D
 On a GPU all of it is queued on the stream of the step, in this order.
 
 Invariant: a slot's state has seen the tokens of its sequence up to the next row's first position. A
-row that begins elsewhere without a snapshot is refused: a state cannot take back a token, and every
-later token would be wrong. A row with drafts leaves a copy behind each of its tokens but the last:
-where the sequence's next row begins, or how many tokens are parked, says which of them were drawn.
+row that begins elsewhere without a snapshot is refused: no state of that position is left, and
+every later token would be wrong. A row with drafts leaves a copy behind each of its tokens but the
+last: where the sequence's next row begins, or how many tokens are parked, says which were drawn.
 """
 
 from __future__ import annotations
