@@ -34,7 +34,8 @@ class Case:
     soft_cap: float = 0.0
     has_sinks: bool = False
     is_divided: bool = False
-    """The pool has a page group for each part that layers see; what they do not see lies in pages of NaN."""
+    """The pool has a page group for each part that layers see, where some see everything; what they do not see lies in
+    pages of NaN."""
     lengths: tuple[int, ...] = (1, 7, 33, 40)
     longest_chunk: int = 24
     seed: int = 0
@@ -143,6 +144,8 @@ def check(
             tables[-1].append(pages[:needed])
             pages = pages[needed:]
     unused = next(p for p in range(kv.num_pages) if all(p not in t for of in tables for t in of))
+    # Where all layers have windows there is one group, whose pages are all kept.
+    passes_pages = len(kv.spec.groups) > 1
     sight_of_table = {
         place.table: sight for place, sight in zip(kv.spec.layer_places, case.sights, strict=True)
     }
@@ -154,7 +157,7 @@ def check(
             rows = []
             for i, start, n in step:
                 passed = sight_of_table[number].first_seen(start) // case.page_size
-                held = [unused] * passed + table[i][passed:] if case.is_divided else table[i]
+                held = [unused] * passed + table[i][passed:] if passes_pages else table[i]
                 rows.append(AttentionRow([0] * n, start, held))
             batches.append(build_batch(rows, case.page_size))
         first, *further = batches
@@ -214,4 +217,5 @@ CASES = [
     Case(chunks=(0, 32), lengths=(70, 3, 96, 65), longest_chunk=50),
     Case(chunks=(16, 0, 16, 16), lengths=(70, 3, 65), longest_chunk=50, is_divided=True),
     Case(windows=(5, 0, 16, 5, 5), lengths=(70, 3, 65), page_size=4, is_divided=True),
+    Case(windows=(2, 1), lengths=(2, 9), page_size=1, is_divided=True),
 ]
