@@ -197,6 +197,15 @@ def _native_for(x: Tensor) -> Any:
     return _native if _native is not None and x.is_cpu and x.dtype in _NATIVE_DTYPES else None
 
 
+def _state_kernels_for(x: Tensor) -> Any:
+    """The module that advances states by inputs like these; None: plain torch does."""
+    if x.is_cpu:
+        return _native_for(x)
+    from baton.layers.kernels import recurrent
+
+    return recurrent
+
+
 def set_threads(n: int) -> None:
     """Compute threads of this process, in torch and in the native kernels."""
     torch.set_num_threads(n)
@@ -517,13 +526,8 @@ def causal_conv(x: Tensor, weight: Tensor, *, state: Tensor, rows: StateRows, ou
         state: [slots, taps - 1, C].
         out: [T, C], of which the tokens of the rows are written.
     """
-    if native := _native_for(x):
-        native.causal_conv(x, weight, state=state, rows=rows, out=out)
-        return
-    if not x.is_cpu:
-        from baton.layers.kernels import recurrent
-
-        recurrent.causal_conv(x, weight, state=state, rows=rows, out=out)
+    if kernels := _state_kernels_for(x):
+        kernels.causal_conv(x, weight, state=state, rows=rows, out=out)
         return
     for start, end, slot in rows.in_order():
         inputs = torch.cat((state[slot], x[start:end]))
@@ -562,23 +566,8 @@ def gated_delta(
         out: [T, value_heads * value_dim] in the type of qkv, of which the tokens of the rows are
             written.
     """
-    if native := _native_for(qkv):
-        native.gated_delta(
-            qkv,
-            strengths,
-            decays,
-            rate=rate,
-            bias=bias,
-            sizes=sizes,
-            state=state,
-            rows=rows,
-            out=out,
-        )
-        return
-    if not qkv.is_cpu:
-        from baton.layers.kernels import recurrent
-
-        recurrent.gated_delta(
+    if kernels := _state_kernels_for(qkv):
+        kernels.gated_delta(
             qkv,
             strengths,
             decays,
