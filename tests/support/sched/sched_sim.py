@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
+from baton.cache.group_pages import NO_PAGE
 from baton.cache.host import CopyRun
 from baton.cache.radix import InsertResult
 from baton.sched.policies import Policy, PolicyContext
@@ -147,7 +148,7 @@ class Device:
             table.extend([-1] * (growth.base - len(table)))
             assert len(table) >= growth.base
             assert -1 not in growth.pages or self.groups[growth.group].kind == "state"
-            table[growth.base :] = list(growth.pages)
+            table[growth.base : growth.base + len(growth.pages)] = list(growth.pages)
         self._load_states(plan)
         states: list[int] = []
         tokens: list[int] = []
@@ -341,6 +342,8 @@ class Node:
         self.stages: dict[int, FirstTokenStages] = {}
         self.last_row: dict[int, int] = {}
         self.steps = 0
+        self._snapshots: list[dict[int, int]] = [{} for _ in range(limits.max_running_requests)]
+        """First pages of snapshots by slot and page of tokens, as the runner knows them."""
         self.make_offers: Callable[[Scheduler], list[DraftOffer]] | None = None
         """Drafts for the next plan, before which no step may be in flight."""
 
@@ -404,6 +407,7 @@ class Node:
             assert plan.rows or plan.copies or plan.states, (
                 "a plan without rows is made for its copies only"
             )
+            self._check_snapshots(plan)
             self.steps += 1
             self.flight.append(plan)
         if plan is None or plan.drafted:
@@ -411,6 +415,27 @@ class Node:
         else:
             committed = self._commit_all_but(self.depth - 1)
         return plan is not None or committed
+
+    def _check_snapshots(self, plan: StepPlan) -> None:
+        """Every snapshot that a row takes goes to pages of its sequence, or of the tree."""
+        page_size = self.limits.page_size
+        for adm in plan.admitted:
+            self._snapshots[adm.slot] = {}
+        for growth in plan.further:
+            if self.limits.page_groups[growth.group].kind == "state":
+                width = self.limits.page_groups[growth.group].width
+                for place, block in enumerate(growth.pages[::width], growth.base // width):
+                    self._snapshots[growth.slot][place] = block
+        for row in plan.rows:
+            for index, rule in enumerate(self.limits.page_groups):
+                if rule.kind != "state":
+                    continue
+                held = self.probe.seqs[row.handle].further[index]
+                for place in range(row.start // page_size, (row.start + row.n) // page_size):
+                    block = self._snapshots[row.slot].get(place, NO_PAGE)
+                    of_tree = self.probe.memory.cache.groups[index].owns(block)
+                    is_own = block in held.private or of_tree
+                    assert block == NO_PAGE or is_own, f"row {row} writes page {block} of another"
 
     def _commit_all_but(self, left: int) -> bool:
         """Commit the oldest steps; returns whether there was one."""

@@ -258,6 +258,8 @@ class SlotStates:
             for place, block in enumerate(blocks, base // width):
                 if block[0] != NO_PAGE:
                     self._tables[slot][place] = block
+                else:
+                    self._tables[slot].pop(place, None)
 
     def _snapshots_within(
         self, slot: int, start: int, end: int

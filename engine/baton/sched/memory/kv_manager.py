@@ -720,7 +720,9 @@ class KvManager:
         The pages are the same ones: the end of an answer is not known before it has come, and its
         state cannot step back. So the last border that a row reached has the snapshot, and the
         tree gets it when the sequence leaves (`publish`).
-        Returns (number of the group, page of tokens, pages that the row writes: none without room).
+        Returns (number of the group, page of tokens, pages that the row writes). They are NO_PAGE
+        without room: the runner may know pages of an earlier row whose drafts went beyond the
+        border, and by now another owner has them.
         """
         assert self._states is not None, "models with states have rolling snapshots"
         group = self._states
@@ -732,7 +734,7 @@ class KvManager:
         if not held.rolling:
             pages = None if self._has_most_rolling else self._allocate_snapshot(group)
             if pages is None:
-                return self._states_index, place, array("i")
+                return self._states_index, place, array("i", (NO_PAGE,)) * group.width
             held.rolling = pages
             held.private.update(pages)
         held.rolling_place = place

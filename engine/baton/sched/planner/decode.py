@@ -90,11 +90,10 @@ def plan_decode_rows(
     for seq, num_drafts in with_drafts:
         draft.add_row(seq, 1, state.draft_offers[seq.handle].tokens[:num_drafts])
         if rolling:
+            # A row that its drafts do not bring to a border takes the snapshot in vain, and a later
+            # one takes it again.
             total = len(seq.tokens)
-            border = (total + num_drafts) // rolling * rolling
-            # A row that its drafts do not bring to the border takes the snapshot in vain, and a
-            # later one takes it again.
-            if border >= total:
+            for border in range(-(-total // rolling) * rolling, total + num_drafts + 1, rolling):
                 _roll_snapshot(memory, draft, seq, border)
     return prompts
 
@@ -102,7 +101,7 @@ def plan_decode_rows(
 def _roll_snapshot(memory: KvManager, draft: PlanDraft, seq: Seq, tokens: int) -> None:
     """Let the row of a sequence take its rolling snapshot behind so many tokens."""
     group, place, pages = memory.roll_snapshot(seq, tokens)
-    # There is no room, or the table has a snapshot here that the tree gets anyway.
+    # The table has a snapshot here that the tree gets anyway.
     if pages:
         draft.further.append(FurtherGrowth(seq.slot, group, place * len(pages), pages))
 

@@ -165,6 +165,15 @@ def test_tables_of_a_former_owner_do_not_count() -> None:
         states.begin_step(step_of((1, 8, 1), fresh=(1,)))
 
 
+def test_row_takes_no_snapshot_whose_pages_were_taken_back() -> None:
+    """Drafts brought no row to the border, and the pages have another owner when one reaches it."""
+    states = make_states()
+    run(states, step_of((1, 0, 6), fresh=(1,), snapshots={1: [NO_PAGE, 10]}))
+    run(states, step_of((1, 6, 4), snapshots={1: [NO_PAGE, NO_PAGE]}))
+    with pytest.raises(StateError, match="no snapshot"):
+        states.begin_step(step_of((1, 8, 1)))
+
+
 def test_state_at_a_prompts_end_is_saved_inside_a_page_and_loaded_by_another_slot() -> None:
     states = make_states()
     run(states, step_of((1, 0, 6), fresh=(1,), copies=[("save", 1, 6, 10)]))
