@@ -112,6 +112,7 @@ def test_suspended_and_resumed_the_tokens_are_transformers(
     close(engine)
 
 
+@pytest.mark.slow
 def test_replayed_rows_leave_snapshots_with_which_the_next_turn_begins(
     reference: Callable[[str], Reference], stateful: str, device: Device
 ) -> None:
@@ -186,6 +187,7 @@ def test_states_go_from_one_device_to_another_when_their_step_has_ended(
         assert rig.p_gpu.announced > 0
 
 
+@pytest.mark.slow
 def test_suspended_on_either_device_the_tokens_are_transformers(
     reference: Callable[[str], Reference], stateful: str
 ) -> None:

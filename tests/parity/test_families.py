@@ -61,7 +61,8 @@ def test_prompt_logits_equal_transformers(reference, variant, backend, chunk):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
-    ("page_size", "chunk"), [(1, 5), (16, 16), pytest.param(4, 1000, marks=pytest.mark.slow)]
+    ("page_size", "chunk"),
+    [(16, 16), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 5), (4, 1000)))],
 )
 def test_greedy_tokens_equal_transformers(reference, variant, backend, page_size, chunk):
     ref = reference(variant)

@@ -149,7 +149,9 @@ def test_next_turn_begins_at_the_last_snapshot_of_the_answer(
     engine.close()
 
 
-@pytest.mark.parametrize("right", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize(
+    "right", [0.7, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.0, 1.0))]
+)
 @pytest.mark.parametrize(
     "flags",
     [
