@@ -21,6 +21,7 @@ from tests.parity.conftest import Reference
 from tests.parity.test_device_pools import Rig
 from tests.parity.test_engine import prompts_of
 from tests.parity.test_preempted_tokens import storm
+from tests.parity.test_states import check_next_turns
 from tests.support.devices.device_engine import Device
 from tests.support.engines.engine_run import answer, greedy
 from tests.support.probes import RunnerProbe
@@ -123,17 +124,7 @@ def test_replayed_rows_leave_snapshots_with_which_the_next_turn_begins(
     engine = device.recorded(ref.path, 2, poison=True, page_size=16)
     answers = answer(engine, prompts, greedy(long))
     assert answers == ref.answers(prompts, long)
-    turns = [
-        prompt + tokens + more
-        for prompt, tokens, more in zip(
-            prompts, answers, prompts_of(random.Random(7), [5, 30]), strict=True
-        )
-    ]
-    before = engine.sched.hit_tokens["device"]
-    assert answer(engine, turns, greedy(STEPS)) == ref.answers(turns, STEPS)
-    ends = [len(prompt + tokens) - 1 for prompt, tokens in zip(prompts, answers, strict=True)]
-    want = sum(end // ROLLING_SNAPSHOT_TOKENS * ROLLING_SNAPSHOT_TOKENS for end in ends)
-    assert engine.sched.hit_tokens["device"] - before == want
+    check_next_turns(engine, ref, prompts, answers)
     close(engine)
 
 

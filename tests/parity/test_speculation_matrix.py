@@ -237,7 +237,9 @@ def check_after_death(
     ids=lambda case: "-".join(map(str, case.values())),
 )
 def test_answers_are_those_without_drafts(models: Models, case: Case) -> None:
-    drafting, event, page = DRAFTERS[case["drafter"]], case["event"], case["page"]
+    drafting = DRAFTERS[case["drafter"]]
+    event = case["event"]
+    page = case["page"]
     path, drafting_flags = models.drafted_by(drafting.kind)
     requests = models.requests(path, case["sampling"])
     flags: dict[str, Any] = {

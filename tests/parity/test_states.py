@@ -4,12 +4,13 @@ interrupts a request."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
 from baton.layers.kv_spec import ROLLING_SNAPSHOT_TOKENS
+from baton.runtime.engine_loop import EngineLoop
 from tests.parity.conftest import Reference
 from tests.parity.test_engine import prompts_of
 from tests.parity.test_preempted_tokens import storm
@@ -126,14 +127,13 @@ def test_long_answers_equal_transformers(
     engine.close()
 
 
-@pytest.mark.parametrize("page_size", [1, 16, 64])
-def test_next_turn_begins_at_the_last_snapshot_of_the_answer(
-    reference: Callable[[str], Reference], stateful: str, page_size: int
+def check_next_turns(
+    engine: EngineLoop,
+    ref: Reference,
+    prompts: Sequence[list[int]],
+    answers: Sequence[list[int]],
 ) -> None:
-    ref = reference(stateful)
-    prompts = prompts_of(random.Random(6), [9, 100])
-    engine = make_engine(ref.path, page_size=page_size)
-    answers = answer(engine, prompts, greedy(LONG_ANSWER))
+    """Ask on behind the answers: each prompt is found up to the last border of its answer."""
     turns = [
         prompt + tokens + more
         for prompt, tokens, more in zip(
@@ -145,6 +145,17 @@ def test_next_turn_begins_at_the_last_snapshot_of_the_answer(
     ends = [len(prompt + tokens) - 1 for prompt, tokens in zip(prompts, answers, strict=True)]
     want = sum(end // ROLLING_SNAPSHOT_TOKENS * ROLLING_SNAPSHOT_TOKENS for end in ends)
     assert engine.sched.hit_tokens["device"] - before == want
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_next_turn_begins_at_the_last_snapshot_of_the_answer(
+    reference: Callable[[str], Reference], stateful: str, page_size: int
+) -> None:
+    ref = reference(stateful)
+    prompts = prompts_of(random.Random(6), [9, 100])
+    engine = make_engine(ref.path, page_size=page_size)
+    answers = answer(engine, prompts, greedy(LONG_ANSWER))
+    check_next_turns(engine, ref, prompts, answers)
     engine.sched.ledger().check_idle(engine.sched.limits.num_pages)
     engine.close()
 

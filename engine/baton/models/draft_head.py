@@ -44,7 +44,7 @@ class DraftHead(Decoder):
         """
         super().__init__(spec, weights)
         assert spec.head is not None, "a model has no states to read"
-        self._is_eagle3 = spec.head.is_eagle3
+        self._is_eagle3 = spec.head.mtp is None
         self._join = join
         self._tokens = tokens
 

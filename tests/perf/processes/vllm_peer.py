@@ -52,7 +52,7 @@ class VllmPeer:
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
         reply = self._reply()
-        # Until its threads sleep.
+        # Its threads spin for a while behind an answer, and would take the cores from the next arm.
         time.sleep(0.05)
         return PeerAnswers(**reply)
 

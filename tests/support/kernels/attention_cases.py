@@ -95,7 +95,8 @@ def chunks(case: Case) -> list[list[tuple[int, int, int]]]:
 
 def dense(case: Case, layer: int, qkv: Tensor) -> Tensor:
     """Causal attention of one request, [n, Hq + 2 Hk, D] in: float32 [n, Hq, D]."""
-    sight, sinks = case.sights[layer], case.sinks()[layer]
+    sight = case.sights[layer]
+    sinks = case.sinks()[layer]
     q, k, v = qkv.float().split((case.heads, case.kv_heads, case.kv_heads), dim=1)
     n, group = len(q), case.heads // case.kv_heads
     out = torch.empty(n, case.heads, case.dim)

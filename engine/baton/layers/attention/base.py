@@ -286,5 +286,7 @@ class GraphAttention(AttentionBackend, Protocol):
         `static`."""
 
     def use_capture(self, size: int, slot_mappings: Sequence[Tensor]) -> None:
-        """Make `forward` use this capture's buffers. Args: `slot_mappings`: by table of the pool, as
-        in ForwardBatch, at fixed places."""
+        """Make `forward` use this capture's buffers.
+
+        Args: `slot_mappings`: by table of the pool, as in ForwardBatch, at fixed places.
+        """

@@ -37,9 +37,9 @@ next `plan` has to
 was made with. How
   the work is divided is in its integer workspace, whose layout depends on the batch size alone, and
   whose content on the rows' lengths and the window; wrappers of which one runs at a time may share
-  it, and wrappers that differ in their pages alone one plan. `fast_decode_plan` fills only that workspace,
-  given arrays on the host: ours are in the buffers already, and `plan` would also compare lengths
-  in a loop of Python. It wants a `plan` before it.
+  it, and wrappers that differ in their pages alone one plan. `fast_decode_plan` fills only that
+  workspace, given arrays on the host: ours are in the buffers already, and `plan` would also
+  compare lengths in a loop of Python. It wants a `plan` before it.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ MAX_PAGE_SIZE = 128
 LEAST_WORKSPACE_BYTES = 128 << 20
 """Workspace that flashinfer's documentation recommends for a wrapper."""
 CAPTURE_INT_WORKSPACE_BYTES = 1 << 20
-"""For the wrappers of all captures with one window or chunk together. A capture takes some 30 bytes for each
-row and each thread block, of which there are a few thousand."""
+"""For the wrappers of all captures with one window or chunk together. A capture takes some 30 bytes
+for each row and each thread block, of which there are a few thousand."""
 KERNELS = "fa2"
 """Kernel family for all GPUs since Ampere: strides and windows are taken the same way
 everywhere."""

@@ -51,10 +51,6 @@ class HeadSpec:
     has_embedding: bool = False
     """Files hold an embedding of the head's own."""
 
-    @property
-    def is_eagle3(self) -> bool:
-        return self.mtp is None
-
     def params(self, norm: NormSpec, vocab_size: int, hidden_size: int) -> Iterator[Param]:
         """Tensors outside the layer."""
         hidden = whole_axis(hidden_size)
